@@ -1,0 +1,358 @@
+"""What an experiment is: one strict, typed YAML with `key=value` overrides.
+
+Everything that can be known to be wrong without touching a weight or an image is refused here, with the file, the
+key, the allowed values and, where a word is near one, a guess at what was meant.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+
+from fedsieve.errors import FedsieveError, did_you_mean
+
+Transform = Literal["resize", "flip", "crop_flip", "flip_rotate"]
+Normalize = Literal["data", "imagenet", "half"]
+Interpolation = Literal["bilinear", "bicubic"]
+Part = Literal["head", "backbone", "all"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Strict(BaseModel):
+    """No unknown keys, no silent conversions, no change after validation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Data(Strict):
+    """Which images, how they are split and how they reach the model."""
+
+    source: str = Field("uoft-cs/cifar100", description="hub id, folder of parquet files or class folders, or digits")
+    subset: str | None = Field(None, description="configuration name of a hub dataset that has several")
+    revision: str | None = Field(None, description="hub revision: branch, tag or commit")
+    image_column: str | None = Field(None, description="found by itself when there is only one")
+    label_column: str | None = Field(None, description="found by itself when there is only one")
+    train_split: str = "train"
+    test_split: str = "test"
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="held out by a draw that ignores the seed, only where the source has no test split"
+    )
+    classes: list[int] | None = Field(None, description="keep only these classes, numbered as in the source")
+    size: Annotated[int, Field(ge=4, le=2048)] = 224
+    transform: Transform = "resize"
+    interpolation: Interpolation = "bicubic"
+    normalize: Normalize = "imagenet"
+    crop_scale: tuple[float, float] = Field((0.5, 1.0), description="area of a random crop, as shares of the image")
+    rotation: Annotated[float, Field(ge=0, le=180)] = Field(15.0, description="largest angle of flip_rotate, degrees")
+    val_fraction: Fraction = Field(0.1, description="0 trains on everything and selects nothing")
+    stratified: bool = Field(True, description="the validation split keeps the class shares")
+    placement: Literal["auto", "device", "mapped"] = Field(
+        "auto", description="images on the device, or memory-mapped from disk and fed in batches"
+    )
+    cache: str | None = Field(None, description="folder of decoded images; default $FEDSIEVE_CACHE or ~/.cache/fedsieve")
+
+    @field_validator("crop_scale", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> "Data":
+        low, high = self.crop_scale
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"crop_scale must be two shares with 0 < low <= high <= 1, got [{low}, {high}]")
+        if self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 2):
+            raise ValueError("classes must name at least two different classes")
+        if self.classes is not None and min(self.classes) < 0:
+            raise ValueError("classes are numbered from 0")
+        return self
+
+
+class Model(Strict):
+    """Which pretrained network, and what classifies on top of it."""
+
+    backbone: str = Field("vit_small_patch16_224.dino", description="any timm classifier: `fedsieve list models`")
+    weights: str = Field(
+        "hub", description="hub, none, digits (made in seconds from the embedded data), a file, or a run folder"
+    )
+    head: Literal["linear", "mlp"] = "linear"
+    hidden: Positive = Field(512, description="width of the mlp head")
+    options: dict[str, Any] = Field({}, description="passed to timm.create_model, e.g. {depth: 4, embed_dim: 64}")
+
+
+class Optimizer(Strict):
+    """SGD with momentum."""
+
+    lr: Annotated[float, Field(gt=0)] = 0.01
+    momentum: Fraction = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    nesterov: bool = False
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(None, description="largest L2 norm of a gradient")
+
+
+class LastBlocks(Strict):
+    """Train the last n blocks, what follows them, and the head."""
+
+    last_blocks: Positive
+
+
+class Stage(Strict):
+    """One phase of an experiment: what trains, and for how long."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
+    train: Annotated[
+        Annotated[Part, Tag("#part")] | Annotated[LastBlocks, Tag("#blocks")],
+        Discriminator(lambda value: "#blocks" if isinstance(value, (Mapping, LastBlocks)) else "#part"),
+    ] = "all"
+    epochs: Positive = 10
+    batch_size: Positive = 128
+    optimizer: Optimizer = Optimizer()
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    early_stopping: Positive | None = Field(None, description="stop after so many epochs without a better one")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Stage":
+        if self.warmup_epochs > self.epochs:
+            raise ValueError(f"warmup_epochs ({self.warmup_epochs:g}) is longer than the stage ({self.epochs} epochs)")
+        if self.optimizer.nesterov and self.optimizer.momentum == 0:
+            raise ValueError("optimizer.nesterov needs optimizer.momentum above 0")
+        return self
+
+
+class Checkpoints(Strict):
+    """How often the state is saved, and how many savings are kept."""
+
+    every_seconds: Annotated[float, Field(ge=0)] = 60.0
+    keep: Annotated[int, Field(ge=2)] = Field(2, description="two at least: the newest may be damaged")
+
+
+class Experiment(Strict):
+    """One validated experiment. Running it gives one run folder."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)] = "experiment"
+    seed: Annotated[int, Field(ge=0)] = 0
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field("auto", description="auto, cpu, cuda or cuda:N")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 autocast on a GPU, fp32 on a CPU")
+    deterministic: bool = Field(False, description="bit-identical repeats on a GPU too, at some cost in speed")
+    test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
+    data: Data = Data()
+    model: Model = Model()
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    tracking: list[TrackerName] = ["tensorboard"]
+    checkpoint: Checkpoints = Checkpoints()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Experiment":
+        names = [stage.name for stage in self.stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f'stages: two are named "{name}"; every stage needs its own name')
+        for stage in self.stages:
+            if stage.early_stopping and self.data.val_fraction == 0:
+                raise ValueError(
+                    f'stages.{stage.name}.early_stopping needs validation data, but data.val_fraction is 0. '
+                    "Set a fraction or drop early_stopping"
+                )
+        if self.model.weights == "digits" and self.data.source != "digits":
+            raise ValueError('model.weights is "digits", which goes only with data.source: digits')
+        return self
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the two surprises taken out: 1e-3 is a number, and only true and false are booleans."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":float", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false|True|False)$"), list("tfTF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|nan|NaN))$"),
+    list("-+0123456789."),
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f'"{key}" is given twice', key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; a syntax error names `where` and the line."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise FedsieveError(f"{where}{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise FedsieveError(f"{where}: not valid YAML: {error}") from None
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """The experiment, every default written out, as YAML that reads back to the same experiment."""
+    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+# --- overrides -------------------------------------------------------------------------------------------------------
+
+
+def apply_overrides(tree: Any, overrides: Iterable[str]) -> dict[str, Any]:
+    """`tree` with each `dotted.path=value` set. Lists go by number, stages also by name (`stages.head.epochs=3`)."""
+    tree = dict(tree) if isinstance(tree, Mapping) else {}
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise FedsieveError(f'command line: "{override}" is not of the form key=value, such as data.size=64')
+        value = parse_yaml(text, f"command line: {path}")
+        tree = _set(tree, keys, value, path)
+    return tree
+
+
+def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
+    """A copy of `node` with the value set at `keys`; a scalar on the way becomes a mapping, as in train.last_blocks=2."""
+    if not keys:
+        return value
+    key, rest = keys[0], keys[1:]
+    if isinstance(node, list):
+        names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in node]
+        index = names.index(key) if key in names else int(key) if key.isdigit() else -1
+        if not 0 <= index < len(node):
+            allowed = ", ".join([*(name for name in names if name), *map(str, range(len(node)))])
+            raise FedsieveError(f'command line: {path}: "{key}" is not there.{did_you_mean(key, names)} Allowed: {allowed}')
+        return [_set(item, rest, value, path) if i == index else item for i, item in enumerate(node)]
+    branch = dict(node) if isinstance(node, Mapping) else {}
+    branch[key] = _set(branch.get(key), rest, value, path)
+    return branch
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """The experiment in the YAML file `path`, with `key=value` overrides applied."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FedsieveError(f"{path}: no such file. `fedsieve demo --show` prints an experiment to start from") from None
+    except IsADirectoryError:
+        raise FedsieveError(f"{path}: is a folder; an experiment is a YAML file") from None
+    except UnicodeDecodeError:
+        raise FedsieveError(f"{path}: not a text file; an experiment is a YAML file") from None
+    except OSError as error:
+        raise FedsieveError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_config(text, overrides, where=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
+    """The experiment in a YAML text; `where` names it in error messages."""
+    tree = parse_yaml(text, where)
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, Mapping):
+        raise FedsieveError(f"{where}: an experiment is a mapping of keys such as data, model and stages, not {_kind(tree)}")
+    tree = apply_overrides(tree, overrides)
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        overridden = {override.partition("=")[0].strip() for override in overrides}
+        lines = _explain(error, tree, where, overridden)
+        raise FedsieveError("\n".join(lines)) from None
+
+
+def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overridden: set[str]) -> list[str]:
+    """One line per problem: place, key, what is wrong, what is allowed."""
+    lines = []
+    for problem in error.errors():
+        keys, model = _locate(problem["loc"])
+        key = ".".join(_named(keys, tree))
+        place = "command line" if overridden & {key, ".".join(map(str, keys))} else where
+        text = _sentence(problem, keys, model)
+        lines.append(f"{place}: {key}: {text}" if key else f"{place}: {text}")
+    return lines
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[list[int | str], type[BaseModel]]:
+    """The keys of a pydantic location (union tags, which start with #, dropped) and the model that holds the last."""
+    keys = [key for key in loc if not str(key).startswith("#")]
+    model: type[BaseModel] = Experiment
+    for key in keys[:-1]:
+        if key in model.model_fields and (inner := _models_in(model.model_fields[str(key)].annotation)):
+            model = inner[0]
+    return keys, model
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The pydantic models mentioned anywhere in a type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
+
+
+def _named(keys: list[int | str], tree: Any) -> list[str]:
+    """Keys as a reader writes them: stages by name where they have one."""
+    names = []
+    for key in keys:
+        item = None
+        if isinstance(tree, Mapping):
+            item = tree.get(key)
+        elif isinstance(tree, list) and isinstance(key, int) and key < len(tree):
+            item = tree[key]
+        named = isinstance(key, int) and isinstance(item, Mapping) and isinstance(item.get("name"), str)
+        names.append(item["name"] if named else str(key))  # type: ignore[index]
+        tree = item
+    return names
+
+
+def _sentence(problem: Any, keys: list[int | str], model: type[BaseModel]) -> str:
+    kind, given, context = problem["type"], problem.get("input"), problem.get("ctx", {})
+    names = [key for key in keys if isinstance(key, str)]
+    field = model.model_fields.get(names[-1]) if names else None
+    if kind == "extra_forbidden":
+        allowed = list(model.model_fields)
+        return f"unknown key.{did_you_mean(str(keys[-1]), allowed)} Allowed: {', '.join(allowed)}"
+    if kind == "missing":
+        return "required, but not given"
+    if field is not None and (words := _words(field.annotation)) and kind == "literal_error":
+        return f"{given!r} is not allowed.{did_you_mean(str(given), words)} Allowed: {', '.join(words)}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind.endswith("_type") or kind in ("int_from_float", "bool_parsing"):
+        return f"{problem['msg'].removeprefix('Input ')}, got {_kind(given)} {given!r}"
+    return f"{problem['msg'].removeprefix('Input ')}, got {given!r}"
+
+
+def _words(annotation: Any) -> list[str]:
+    """The words a choice allows; empty where the field is no choice."""
+    if annotation is LastBlocks:
+        return ["{last_blocks: N}"]
+    if getattr(annotation, "__origin__", None) is Literal:
+        return [str(word) for word in get_args(annotation)]
+    return [word for part in get_args(annotation) for word in _words(part)]
+
+
+def _kind(value: Any) -> str:
+    return {str: "the text", int: "the number", float: "the number", bool: "the switch", type(None): "the empty value"}.get(
+        type(value), "a list" if isinstance(value, list) else "a mapping"
+    )

@@ -1,0 +1,22 @@
+"""The one exception that reaches a user as a sentence instead of a traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedsieveError(Exception):
+    """Something the user can act on: what was wrong, where, what is allowed, what to do.
+
+    `exit_code` is 2 for a wrong request (config, path, option) and 1 when the world failed
+    during the work (a full disk, damaged data).
+    """
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """A ready ' Did you mean "x"?' clause, or nothing when no allowed word is near."""
+    near = difflib.get_close_matches(str(word), [str(name) for name in allowed], n=1, cutoff=0.6)
+    return f' Did you mean "{near[0]}"?' if near else ""
