@@ -1,0 +1,244 @@
+"""The command line. Every command is a thin door to a function that a notebook could call as well."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import fedsieve
+from fedsieve.config import load_config, parse_config
+from fedsieve.errors import FedsieveError, did_you_mean
+
+if TYPE_CHECKING:
+    from fedsieve.config import Experiment
+
+# torch and timm take seconds to import: commands import what they need, so that --help and a wrong config answer at once.
+
+app = typer.Typer(
+    name="fedsieve",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Fine-tune pretrained models, sparsely, centrally or across clients. Start with `fedsieve demo`.",
+)
+console = Console()
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Override any field by its dotted path: `data.size=64`, `stages.head.epochs=3`, `stages.0.train={last_blocks: 2}`.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="DIR", help="The run folder to make. Default: runs/NAME, numbered if taken.", show_default=False),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run folder, as `fedsieve run` makes it.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The experiment.", show_default=False)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would happen (weights, bytes, memory, steps) and stop.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the summary.")]
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        console.print(fedsieve.__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    out: Out = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the demo's YAML and stop.")] = False,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fine-tune a small pretrained vision transformer on embedded data, in a minute, with nothing to download.
+
+    The demo is an ordinary experiment: save `fedsieve demo --show` to a file, change it, and `fedsieve run` it.
+    """
+    from fedsieve.run.setup import asset
+
+    if show:
+        print(asset("demo.yaml"), end="")
+        return
+    _run(parse_config(asset("demo.yaml"), overrides or [], where="demo.yaml"), out, dry_run, quiet)
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None, out: Out = None, dry_run: DryRun = False, quiet: Quiet = False) -> None:
+    """Run an experiment and leave a run folder: config, metrics, checkpoints, figures and a page to read.
+
+    A wrong config ends with exit code 2 before anything is loaded. A run that was stopped goes on with `fedsieve resume`.
+    """
+    _run(load_config(config, overrides or []), out, dry_run, quiet)
+
+
+def _run(experiment: "Experiment", out: Path | None, dry_run: bool, quiet: bool) -> None:
+    if dry_run:
+        from fedsieve.run.plan import plan
+
+        table = Table("what", "how much", title=f"{experiment.name}: what would happen", title_justify="left")
+        for what, how_much in plan(experiment):
+            table.add_row(what, how_much)
+        console.print(table)
+        return
+    from fedsieve.run.experiment import run as run_experiment
+    from fedsieve.run.progress import Display
+
+    folder = out or _free_folder(experiment.name)
+    summary = run_experiment(experiment, folder, Display(console, quiet))
+    _show_summary(summary, folder)
+
+
+def _free_folder(name: str) -> Path:
+    folder, number = Path("runs") / name, 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{number}"
+    return folder
+
+
+def _show_summary(summary: dict[str, Any], folder: Path) -> None:
+    table = Table(title=f"{summary['name']}, seed {summary['seed']}, {summary['device']}", title_justify="left")
+    table.add_column("stage")
+    for column in ("trained weights", "chosen epoch", "validation", "test", "seconds"):
+        table.add_column(column, justify="right")
+    for name, stage in summary["stages"].items():
+        table.add_row(
+            name,
+            f"{stage['trained']:,}",
+            f"{stage['best_at']} of {stage['epochs']}",
+            _percent(stage["val_accuracy"]),
+            _percent(stage["test_accuracy"]),
+            f"{stage['seconds']:.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"test accuracy {_percent(summary['test_accuracy'])} on {summary['test_images']:,} images, "
+        f"{summary['seconds']:.0f} s in all",
+        highlight=False,
+    )
+    console.print(f"page: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f} %"
+
+
+@app.command()
+def resume(folder: RunFolder, quiet: Quiet = False) -> None:
+    """Continue a run that was stopped or killed; it ends with the same weights and metrics as if it had not been."""
+    from fedsieve.run.experiment import resume as resume_experiment
+    from fedsieve.run.progress import Display
+
+    _show_summary(resume_experiment(folder, Display(console, quiet)), folder)
+
+
+@app.command()
+def evaluate(
+    folder: RunFolder,
+    overrides: Overrides = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="SOURCE", help="Other data with the same classes: hub id, folder or digits.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="`test` or `train` (all of it, validation included).")] = "test",
+    device: Annotated[str | None, typer.Option(help="`cpu`, `cuda`, `cuda:N`; default: as in the run.")] = None,
+) -> None:
+    """Measure a finished run's chosen model, on its own test split or on other data."""
+    from fedsieve.run.finished import evaluate as evaluate_run
+
+    chosen = list(overrides or [])
+    chosen += [f"data.source={data}"] if data else []
+    chosen += [f"device={device}"] if device else []
+    result = evaluate_run(folder, chosen, _one_of("--split", split, ("test", "train")))
+    console.print(
+        f"{result['source']} ({split}): accuracy {_percent(result['accuracy'])}, loss {result['loss']:.4f}, "
+        f"{result['images']:,} images",
+        highlight=False,
+    )
+
+
+@app.command()
+def export(
+    folder: RunFolder,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The .safetensors file to write.", show_default=False)],
+    backbone_only: Annotated[bool, typer.Option("--backbone-only", help="Leave the head out.")] = False,
+) -> None:
+    """Write a finished run's model as a safetensors file that timm loads."""
+    from fedsieve.run.finished import export as export_run
+
+    console.print(export_run(folder, to, backbone_only), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def explore(config: ConfigFile, overrides: Overrides = None, out: Out = None) -> None:
+    """Look at an experiment's training data before training: counts, samples, neighbours, spread, outliers."""
+    from fedsieve.run.finished import explore as explore_data
+
+    experiment = load_config(config, overrides or [])
+    page = explore_data(experiment, out or _free_folder(f"{experiment.name}-explore"), lambda text: console.print(text))
+    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="One run folder, or several to compare.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The comparison page. Default: comparison.html.", show_default=False)
+    ] = None,
+) -> None:
+    """Write the page of one run again, or a page that compares several."""
+    from fedsieve.report.comparison import write_comparison
+    from fedsieve.report.page import write_report
+
+    if len(folders) == 1 and out is None:
+        page = write_report(folders[0])
+    else:
+        page = write_comparison(folders, out or Path("comparison.html"))
+    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+@app.command(name="list")
+def list_(
+    what: Annotated[str | None, typer.Argument(help="What to list; without it, what can be listed.", show_default=False)] = None,
+    pattern: Annotated[str | None, typer.Argument(help="For models: a wildcard such as `vit_*dino*`.", show_default=False)] = None,
+) -> None:
+    """Show the words a config may use: models, datasets, transforms, heads, trackers and so on."""
+    from fedsieve.run.listing import LISTINGS
+
+    if what is None:
+        for name, (text, _) in LISTINGS.items():
+            console.print(f"[bold]{name:15}[/]{text}", highlight=False)
+        return
+    _, entries = LISTINGS[_one_of("list", what, tuple(LISTINGS))]
+    for name, text in entries(pattern):
+        console.print(f"[bold]{name}[/]  {text}" if text else name, highlight=False, soft_wrap=True)
+
+
+def _one_of(key: str, word: str, allowed: tuple[str, ...]) -> Any:
+    if word not in allowed:
+        raise FedsieveError(f'{key}: "{word}" is not allowed.{did_you_mean(word, allowed)} Allowed: {", ".join(allowed)}')
+    return word
+
+
+def main(arguments: list[str] | None = None, call: Callable[..., Any] = app) -> None:
+    """Run the command line; a user's mistake ends in a message, without a traceback."""
+    try:
+        call(args=arguments)
+    except FedsieveError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] ", end="")
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A classifier: a timm backbone that gives features, and a head on top of them."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedsieve.config import LastBlocks, Model, Part
+from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.randomness import generator
+
+# What timm calls the repeated part of a network, in the order it is looked for.
+BLOCK_LISTS = ("blocks", "stages", "layers")
+
+
+class Classifier(nn.Module):
+    """`head(backbone(images))`. Parameters are named `backbone.*` and `head.*`."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.backbone(images))
+
+
+def check_backbone(config: Model) -> None:
+    """Refuse a backbone timm does not know, or one that the hub has no weights for."""
+    import timm
+
+    architecture, _, tag = config.backbone.partition(".")
+    if not timm.is_model(architecture):
+        raise FedsieveError(
+            f'model.backbone: timm knows no model "{architecture}".{did_you_mean(architecture, timm.list_models())} '
+            "`fedsieve list models PATTERN` shows them"
+        )
+    tagged = timm.list_models(f"{architecture}.*", pretrained=True)
+    if tag and config.backbone not in tagged:
+        raise FedsieveError(
+            f'model.backbone: {architecture} has no weights "{tag}".{did_you_mean(config.backbone, tagged)} '
+            f"It has: {', '.join(name.partition('.')[2] for name in tagged) or 'none'}"
+        )
+    if config.weights == "hub" and not tagged:
+        raise FedsieveError(f"model.weights: the hub has no weights for {architecture}. Name a file, or none")
+
+
+def build_classifier(config: Model, classes: int, size: int, seed: int, pretrained: bool = False) -> Classifier:
+    """The configured network for `classes` classes of `size` px images, its weights drawn by `seed`.
+
+    With `pretrained`, timm fills the backbone from the hub. Drop rates are forced to 0 and the network stays in eval
+    mode in training too: every executor must compute the same function, and BatchNorm statistics stay pretrained.
+    """
+    import timm
+
+    options: dict[str, Any] = dict(config.options)
+    declared = timm.get_pretrained_cfg(config.backbone.partition(".")[0], allow_unregistered=True)
+    if declared is not None and declared.fixed_input_size:
+        options.setdefault("img_size", size)
+    logging.getLogger("timm").setLevel(logging.WARNING)
+    # timm initialises from torch's global state; fork_rng gives it back as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(generator(seed, "initial weights").integers(2**62)))
+        try:
+            backbone = timm.create_model(config.backbone, pretrained=pretrained, num_classes=0, **options)
+        except TypeError as error:
+            raise FedsieveError(f"model.options: {config.backbone} does not take them: {error}") from None
+        except (OSError, RuntimeError) as error:
+            if not pretrained:
+                raise FedsieveError(f"model: {config.backbone} at {size} px cannot be built: {error}") from None
+            raise FedsieveError(
+                f"model.weights: {config.backbone} could not be fetched from the hub: {str(error).splitlines()[0][:200]}\n"
+                "Offline, set model.weights to a local .safetensors or .pth file", 1
+            ) from None
+        except (AssertionError, ValueError) as error:
+            raise FedsieveError(f"model: {config.backbone} at {size} px cannot be built: {error}") from None
+        # Where timm's own head has a hidden layer, num_classes=0 still gives what comes after it.
+        width = getattr(backbone, "head_hidden_size", None) or backbone.num_features
+        head = make_head(config, width, classes)
+    for module in backbone.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "drop_prob"):
+            module.drop_prob = 0.0
+    return Classifier(backbone, head).eval()
+
+
+def make_head(config: Model, width: int, classes: int) -> nn.Module:
+    """What turns features into logits."""
+    last = nn.Linear(width if config.head == "linear" else config.hidden, classes)
+    nn.init.trunc_normal_(last.weight, std=0.02)
+    nn.init.zeros_(last.bias)
+    if config.head == "linear":
+        return last
+    return nn.Sequential(nn.Linear(width, config.hidden), nn.GELU(), last)
+
+
+def trainable_names(model: nn.Module, train: Part | LastBlocks) -> list[str]:
+    """The names of the parameters that a stage trains."""
+    names = [name for name, _ in model.named_parameters()]
+    if train == "all":
+        return names
+    if isinstance(train, LastBlocks):
+        return _last_blocks(model, names, train.last_blocks)
+    return [name for name in names if name.startswith(f"{train}.")]
+
+
+def _last_blocks(model: nn.Module, names: list[str], count: int) -> list[str]:
+    """The last `count` blocks, what comes after them, and the head: parameters are registered front to back."""
+    for attribute in BLOCK_LISTS:
+        blocks = getattr(model.backbone, attribute, None)
+        if isinstance(blocks, (nn.Sequential, nn.ModuleList)):
+            break
+    else:
+        raise FedsieveError("stages.train.last_blocks: this backbone is not a sequence of blocks")
+    if count > len(blocks):
+        raise FedsieveError(f"stages.train.last_blocks: the backbone has {len(blocks)} blocks, {count} were asked for")
+    first = f"backbone.{attribute}.{len(blocks) - count}."
+    start = next(index for index, name in enumerate(names) if name.startswith(first))
+    return names[start:]

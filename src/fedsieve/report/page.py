@@ -1,0 +1,121 @@
+"""The page of one run: what came out, how it got there, where it errs, and how to do it again."""
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsieve.report import figures
+from fedsieve.report.folder import Predictions, RunFolder, read_run
+from fedsieve.report.html import TILE, figure, flatten, render, save, tile
+
+WORST_CONFUSIONS = 12
+ALL_BARS = 40  # up to so many classes every one has a bar; beyond, the best and the worst
+SOME_BARS = 15
+
+
+def write_report(folder: Path) -> Path:
+    """Writes report.html, and its figures under figures/, into the run folder `folder`; returns the page."""
+    run = read_run(folder)
+    drawings = _curves(run)
+    classes = _classes(run.predictions) if run.predictions else None
+    for name, svg in {**drawings, **(classes["drawings"] if classes else {})}.items():
+        save(folder / "figures" / f"{name}.svg", svg)
+    if run.predictions and len(run.predictions.sample_rows):
+        right = (run.predictions.labels == run.predictions.predicted)[run.predictions.sample_rows]
+        frames = [figures.GREEN if hit else figures.RED for hit in right]
+        save(folder / "figures" / "predictions.png", figures.sheet(run.predictions.sample_images, frames))
+    page = render(
+        "report.html",
+        run=run,
+        summary=run.summary,
+        last=run.epochs[-1] if run.epochs else None,
+        planned=sum(stage.epochs for stage in run.experiment.stages),
+        interval=_interval(run),
+        watched=any("test_accuracy" in row for row in run.epochs),
+        curves={name: figure(svg, f"{name} by epoch") for name, svg in drawings.items()},
+        classes=classes,
+        tiles=_tiles(run.predictions) if run.predictions else [],
+        environment=flatten(run.environment) if run.environment else {},
+        crisp=run.predictions is not None and max(run.predictions.sample_images.shape[2:], default=0) < TILE,
+        folder=shlex.quote(run.name),
+    )
+    return save(folder / "report.html", page)
+
+
+def _curves(run: RunFolder) -> dict[str, str]:
+    if not run.epochs:
+        return {}
+    chosen = [row["index"] for row in run.epochs if row.get("epoch") == (run.chosen(str(row.get("stage"))) or math.inf)]
+    drawings = {
+        "accuracy": figures.curves(run.epochs, "accuracy", chosen, scale=100),
+        "loss": figures.curves(run.epochs, "loss", chosen),
+    }
+    for field, label in (("lr", "learning rate"), ("seconds", "seconds")):
+        if np.isfinite(figures.column(run.epochs, field)).any():
+            drawings[label.replace(" ", "-")] = figures.over_epochs(run.epochs, field, label, log=field == "lr")
+    return drawings
+
+
+def _interval(run: RunFolder) -> tuple[float, float] | None:
+    """95 % interval of the test accuracy (Wilson 1927): what another test set of this size could well have said."""
+    if not run.summary or run.summary.test_accuracy is None or not run.predictions:
+        return None
+    p, n, z = run.summary.test_accuracy, len(run.predictions.labels), 1.96
+    if not 0 <= p <= 1:
+        return None
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return middle - half, middle + half
+
+
+def _classes(predictions: Predictions) -> dict[str, Any]:
+    """Confusion matrix, worst confusions and accuracy per class, as figures and rows of a table."""
+    names = predictions.class_names
+    counts = np.zeros((len(names), len(names)), dtype=np.int64)
+    np.add.at(counts, (predictions.labels, predictions.predicted), 1)
+    totals = counts.sum(1, keepdims=True)
+    shares = counts / np.maximum(totals, 1)
+    wrong = counts * ~np.eye(len(names), dtype=bool)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:WORST_CONFUSIONS]
+    pairs = [divmod(int(cell), len(names)) for cell in order]
+    worst = [(names[i], names[j], int(wrong[i, j]), shares[i, j]) for i, j in pairs if wrong[i, j]]
+
+    present = np.flatnonzero(totals[:, 0])  # a class without test images has no accuracy
+    accuracy = 100 * shares.diagonal()
+    ranked = present[np.argsort(-accuracy[present], kind="stable")]
+    drawings = {"confusion": figures.confusion(shares, names)}
+
+    def bars(rows: np.ndarray) -> str:
+        return figures.bars([names[row] for row in rows], accuracy[rows], "accuracy, %", top=100)
+
+    if len(ranked) <= ALL_BARS:
+        drawings["classes"] = bars(ranked)
+    else:
+        drawings["classes-best"] = bars(ranked[:SOME_BARS])
+        drawings["classes-worst"] = bars(ranked[-SOME_BARS:])
+        drawings["classes-histogram"] = figures.histogram(accuracy[present], "accuracy of a class, %")
+    drawings["confidence"] = figures.sureness(predictions.confidence, predictions.labels == predictions.predicted)
+    return {
+        "drawings": drawings,
+        "inline": {name: figure(svg, name.replace("-", " ")) for name, svg in drawings.items()},
+        "worst": worst,
+        "count": len(names),
+        "numbered": len(names) > figures.LABELLED_CLASSES,
+    }
+
+
+def _tiles(predictions: Predictions) -> list[dict[str, Any]]:
+    names = predictions.class_names
+    return [
+        {
+            "image": tile(image),
+            "right": predictions.labels[row] == predictions.predicted[row],
+            "label": names[predictions.labels[row]],
+            "predicted": names[predictions.predicted[row]],
+            "confidence": float(predictions.confidence[row]),
+        }
+        for row, image in zip(predictions.sample_rows, predictions.sample_images, strict=True)
+    ]

@@ -1,0 +1,104 @@
+"""Where a run happens: the device, the precision, and a record of both."""
+
+import contextlib
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedsieve
+from fedsieve.config import Experiment
+from fedsieve.errors import FedsieveError
+from fedsieve.train.feed import Autocast
+
+PACKAGES = ("torch", "torchvision", "timm", "datasets", "safetensors", "numpy", "pydantic")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of an experiment; one that is not there is refused."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            there = f"{count} GPU(s), numbered from 0" if count else "no GPU that torch can use"
+            raise FedsieveError(f"device: {name} is not there: this machine has {there}. Allowed: auto, cpu, cuda:N")
+    return device
+
+
+def make_autocast(experiment: Experiment, device: torch.device) -> Autocast:
+    """bf16 autocast where the experiment asks for it (by default on a GPU), otherwise nothing."""
+    bf16 = experiment.precision == "bf16" or (experiment.precision == "auto" and device.type == "cuda")
+
+    def autocast() -> AbstractContextManager:
+        return torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
+
+    return autocast
+
+
+def set_deterministic(on: bool) -> None:
+    """Make GPU arithmetic repeatable; cuBLAS reads its setting when it starts, so this comes before any GPU work."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.benchmark = False
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware and command, for environment.json."""
+    described: dict[str, Any] = {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["fedsieve", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "fedsieve" else " ".join(sys.argv),
+        "fedsieve": fedsieve.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": device_name(device),
+    }
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            described[package] = metadata.version(package)
+    if device.type == "cuda":
+        described["cuda"] = torch.version.cuda
+    return described
+
+
+def device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of fedsieve's own checkout, with + when it was changed; None when it is installed as a package."""
+
+    def git(*words: str) -> str | None:
+        try:
+            folder = Path(fedsieve.__file__).parent
+            done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # A package inside some other project's repository (its virtual environment) must not report that one's commit.
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return f"{commit}+" if commit and git("status", "--porcelain", "-uno") else commit

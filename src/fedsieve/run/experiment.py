@@ -1,0 +1,337 @@
+"""Running one experiment into one run folder, so that it can be killed at any moment and continued exactly."""
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fedsieve.config import Experiment, Stage, load_config, to_yaml
+from fedsieve.errors import FedsieveError
+from fedsieve.files import write_atomic, write_json
+from fedsieve.data.store import to_rows
+from fedsieve.model.build import Classifier, build_classifier
+from fedsieve.model.weights import FINAL, digest
+from fedsieve.randomness import generator
+from fedsieve.report.page import write_report
+from fedsieve.run.checkpoint import list_checkpoints, load_newest, save_checkpoint
+from fedsieve.run.environment import choose_device, describe_environment, device_name
+from fedsieve.run.progress import Display
+from fedsieve.run.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.run.tracking import Tracker, make_trackers
+from fedsieve.train.feed import Feed
+from fedsieve.train.loop import TENSORS, StageState, measure, predict
+
+SAMPLES = 48  # test images kept for the page
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+    """Run an experiment into a new folder and return its summary (also in summary.json)."""
+    folder, display = Path(folder), display or Display(Console(), quiet=True)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
+        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
+    device = preflight(experiment)
+    make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "environment.json", describe_environment(device))
+        write_atomic(folder / "config.yaml", to_yaml(experiment))
+    except OSError as error:
+        raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
+    return _execute(experiment, folder, display)
+
+
+def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+    """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
+    folder, display = Path(folder), display or Display(Console(), quiet=True)
+    experiment = read_experiment(folder)
+    summary = folder / "summary.json"
+    if summary.exists():
+        display.say(f"{folder}: this run is finished")
+        write_report(folder)
+        return json.loads(summary.read_text())
+    with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
+        # Sums are split by thread, so the same weights need the same number of threads.
+        torch.set_num_threads(json.loads((folder / "environment.json").read_text())["threads"])
+    return _execute(experiment, folder, display)
+
+
+def read_experiment(folder: Path) -> Experiment:
+    """The experiment of a run folder."""
+    if not (folder / "config.yaml").exists():
+        raise FedsieveError(f"{folder}: not a run folder (it has no config.yaml). `fedsieve run` makes one")
+    return load_config(folder / "config.yaml")
+
+
+def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
+    with _only_process(folder), _stop_signals() as stopped, display:
+        try:
+            return _Run(experiment, folder, display, stopped).go()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise FedsieveError(
+                f"{error.filename or folder}: the disk is full ({error.strerror}). {_intact(folder)}Make room, then "
+                f"`fedsieve resume {folder}`", 1
+            ) from None
+
+
+def _intact(folder: Path) -> str:
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    return f"The last checkpoint, {checkpoints[-1]}, is intact. " if checkpoints else ""
+
+
+class _Run:
+    """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
+
+    def __init__(self, experiment: Experiment, folder: Path, display: Display, stopped: Callable[[], int | None]) -> None:
+        self.experiment, self.folder, self.display, self.stopped = experiment, folder, display, stopped
+        self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
+        self.records = 0  # lines of metrics.jsonl
+        self.seconds = 0.0  # up to the last checkpoint
+        self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
+        self.chosen: list[Tensor] = []  # and its chosen weights
+        self.state: StageState | None = None  # of the stage under way
+
+    def go(self) -> dict[str, Any]:
+        self.clock = time.perf_counter()
+        saved = load_newest(self.folder / "checkpoints", self.display.say)
+        self.setup = prepare(self.experiment, self.display)
+        self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
+        self.marks = {"model.weights": digest(self.setup.model), "data.source": self.setup.data_fingerprint}
+        metrics_bytes = self._restore(*saved) if saved else 0
+        with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
+            # What was written after the checkpoint will be written again, the same.
+            self.metrics.truncate(metrics_bytes)
+            self.metrics.seek(0)
+            history = [json.loads(line) for line in self.metrics]
+            trackers = make_trackers(self.experiment.tracking)
+            for tracker in trackers:
+                tracker.start(self.folder, self.experiment, history)
+            summary = None
+            try:
+                self._train(trackers)
+                summary = self._finish()
+            finally:
+                for tracker in trackers:
+                    tracker.finish(summary)
+        write_report(self.folder)
+        return summary
+
+    def _train(self, trackers: list[Tracker]) -> None:
+        """Every stage that is not over yet."""
+        test = self.setup.test_feed() if self.experiment.test_curve else None
+        for stage in self.experiment.stages[len(self.finished) :]:
+            space, self.state, ticks = fit_stage(
+                self.setup, stage, self.state, (lambda: self._test(test)) if test is not None else dict
+            )
+            for tick in ticks:
+                self.ticks += 1
+                if tick.record:
+                    self.records += 1
+                    record = {"index": self.records} | tick.record
+                    self.metrics.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+                    self.metrics.flush()
+                    for tracker in trackers:
+                        tracker.log(record)
+                self.display.step(stage.name, tick)
+                if not self.state.done:
+                    self._maybe_save(stage)
+            self.chosen.append(space.read(self.setup.model))
+            self.finished.append(
+                {
+                    "name": stage.name,
+                    "val_accuracy": self.state.chosen.get("val_accuracy"),
+                    "val_loss": self.state.chosen.get("val_loss"),
+                    "best_at": self.state.best_at,
+                    "epochs": self.state.epoch,
+                    "seconds": self.state.seconds,
+                    "trained": space.size,
+                }
+            )
+            self.state = None
+            self._save()
+
+    def _maybe_save(self, stage: Stage) -> None:
+        """Save when it is time, or when the process was asked to stop; then stop."""
+        signal_number = self.stopped()
+        if signal_number is not None or time.perf_counter() - self.clock >= self.experiment.checkpoint.every_seconds:
+            self._save()
+        if signal_number is not None:
+            raise FedsieveError(
+                f'stopped in stage "{stage.name}"; nothing is lost. `fedsieve resume {self.folder}` goes on from here',
+                128 + signal_number,
+            )
+
+    def _save(self) -> None:
+        self.metrics.flush()
+        os.fsync(self.metrics.fileno())  # the checkpoint counts on these lines
+        now = time.perf_counter()
+        self.seconds, self.clock = self.seconds + now - self.clock, now
+        numbers = {
+            "ticks": self.ticks,
+            "records": self.records,
+            "seconds": self.seconds,
+            "metrics_bytes": self.metrics.tell(),
+            "finished": self.finished,
+            "marks": self.marks,
+            "state": self.state.numbers() if self.state else None,
+        }
+        tensors = {f"chosen.{number}": tensor for number, tensor in enumerate(self.chosen)}
+        if self.state:
+            tensors |= {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
+        save_checkpoint(self.folder / "checkpoints", self.ticks, numbers, tensors, self.experiment.checkpoint.keep)
+
+    def _restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> int:
+        """Take over a checkpoint, and give the length metrics.jsonl had then."""
+        for key, mark in self.marks.items():
+            if numbers["marks"][key] != mark:
+                raise FedsieveError(
+                    f"{self.folder}: {key} is not what this run began with: its content has changed. Put the original "
+                    "back, or start a new run"
+                )
+        self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
+        self.finished = numbers["finished"]
+        device = self.setup.device
+        self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]
+        for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
+            self.setup.space(stage).write(self.setup.model, theta)
+        if numbers["state"]:
+            parts = {name: tensors[f"state.{name}"].to(device) for name in TENSORS if f"state.{name}" in tensors}
+            self.state = StageState(**parts, **numbers["state"])
+        where = f"epoch {self.state.epoch + 1} of stage" if self.state else "the end of stage"
+        name = self.experiment.stages[len(self.finished) - (self.state is None)].name
+        self.display.say(f"resuming at {where} {name}, step {self.ticks:,}")
+        return numbers["metrics_bytes"]
+
+    def _test(self, test: Feed) -> dict[str, float]:
+        return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
+
+    def _finish(self) -> dict[str, Any]:
+        """Open the test set, measure every stage's chosen weights on it, and write down what came out."""
+        setup = self.setup
+        test = setup.test_feed()
+        setup.model.load_state_dict(self.initial)
+        stages = {}
+        for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
+            setup.space(stage).write(setup.model, theta)
+            logits = predict(setup.model, test, setup.autocast)
+            rest = {key: value for key, value in finished.items() if key != "name"}
+            stages[stage.name] = measure(logits, test.labels, "test") | rest
+        self._write_predictions(logits, test)
+        save_model(self.folder / FINAL, setup)
+        last = stages[self.experiment.stages[-1].name]
+        summary = {
+            "name": self.experiment.name,
+            "seed": self.experiment.seed,
+            **{key: last[key] for key in ("test_accuracy", "test_loss", "val_accuracy", "val_loss", "best_at")},
+            "seconds": self.seconds + time.perf_counter() - self.clock,
+            "device": device_name(setup.device),
+            "train_images": len(setup.train),
+            "val_images": len(setup.validation),
+            "test_images": len(test),
+            "classes": len(setup.class_names),
+            "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
+            "stages": stages,
+        }
+        write_json(self.folder / "summary.json", summary)
+        return summary
+
+    def _write_predictions(self, logits: Tensor, test: Feed) -> None:
+        """Answers to the whole test set, and some of its pictures, for the page."""
+        confidence, predicted = logits.softmax(1).max(1)
+        sample = generator(self.experiment.seed, "samples").permutation(len(test))[:SAMPLES]
+        buffer = io.BytesIO()
+        np.savez_compressed(
+            buffer,
+            labels=test.labels.cpu().numpy(),
+            predicted=predicted.cpu().numpy(),
+            confidence=confidence.cpu().numpy().astype(np.float16),
+            class_names=np.array(self.setup.class_names),
+            sample_rows=sample,
+            sample_images=test.store.batch(to_rows(test.rows[sample])).cpu().numpy(),
+        )
+        write_atomic(self.folder / "predictions.npz", buffer.getvalue())
+
+
+# --- finished models -------------------------------------------------------------------------------------------------
+
+
+def save_model(file: Path, setup: Setup) -> None:
+    """All weights in one file that knows its classes and how its inputs were normalised."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in setup.model.state_dict().items()}
+    metadata = {
+        "class_names": json.dumps(setup.class_names),
+        "mean": json.dumps(setup.transform.mean),
+        "std": json.dumps(setup.transform.std),
+    }
+    write_atomic(file, safetensors.torch.save(tensors, metadata))
+
+
+def load_model(folder: Path) -> tuple[Experiment, Classifier, dict[str, Any]]:
+    """The experiment, the chosen model and its metadata (class_names, mean, std) of a finished run folder."""
+    experiment = read_experiment(folder)
+    file = folder / FINAL
+    if not file.exists():
+        raise FedsieveError(f"{folder}: this run is not finished, so it has no chosen model. `fedsieve resume {folder}`")
+    try:
+        with safetensors.safe_open(file, "pt") as content:
+            metadata = {key: json.loads(value) for key, value in content.metadata().items()}
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        bare = experiment.model.model_copy(update={"weights": "none"})
+        model = build_classifier(bare, len(metadata["class_names"]), experiment.data.size, experiment.seed)
+        model.load_state_dict(tensors)
+    except (safetensors.SafetensorError, KeyError, RuntimeError, json.JSONDecodeError, AttributeError) as error:
+        raise FedsieveError(f"{file}: damaged: {str(error).splitlines()[0][:200]}", 1) from None
+    return experiment, model, metadata
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _only_process(folder: Path) -> Iterator[None]:
+    """Keep a second process off a run folder; the lock goes with the process, however it ends."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FedsieveError(f"{folder}: another process is working on this run") from None
+        yield
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], int | None]]:
+    """A question to ask after each step: which signal, if any, asked the process to stop. A second one stops at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

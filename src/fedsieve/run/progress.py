@@ -1,0 +1,63 @@
+"""What a user sees while a run goes on: bars in a terminal, one line per epoch anywhere else."""
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+from fedsieve.train.loop import Tick
+
+
+class Display:
+    """Progress of one run. Use as a context manager."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self.console = console
+        self.quiet = quiet
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "Display":
+        if self.console.is_terminal and not self.quiet:
+            self._bars = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self.console,
+            )
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """One line above the bars."""
+        if not self.quiet:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, stage: str, tick: Tick) -> None:
+        """Move the stage's bar, or start it; after an epoch, show what it gave."""
+        note = describe(tick.record) if tick.record else None
+        if self._bars is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=tick.steps, note="")
+            self._bars.update(self._tasks[stage], completed=tick.step, **({"note": note} if note else {}))
+        elif tick.record:
+            self.say(f"{stage} epoch {tick.record['epoch']}: {note}, {tick.record['seconds']:.1f} s")
+
+
+def describe(record: dict[str, Any]) -> str:
+    """An epoch in a few words."""
+    words = [f"loss {record['train_loss']:.3f}", f"train {100 * record['train_accuracy']:.1f} %"]
+    if "val_accuracy" in record:
+        words.append(f"val {100 * record['val_accuracy']:.1f} %")
+    if "test_accuracy" in record:
+        words.append(f"test {100 * record['test_accuracy']:.1f} %")
+    return ", ".join(words)

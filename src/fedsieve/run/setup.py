@@ -1,0 +1,186 @@
+"""From a validated experiment to things that can be trained: device, data, model."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedsieve.config import Data, Experiment, Model, Stage, parse_config
+from fedsieve.data.sources import Split, cache_folder, keep_classes, kind_of, load_images
+from fedsieve.data.splits import hold_out
+from fedsieve.data.store import ImageStore
+from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
+from fedsieve.errors import FedsieveError
+from fedsieve.files import write_atomic
+from fedsieve.model.build import Classifier, check_backbone, trainable_names
+from fedsieve.model.space import ParamSpace
+from fedsieve.model.weights import load_classifier, weights_file
+from fedsieve.randomness import generator
+from fedsieve.run.environment import choose_device, make_autocast, set_deterministic
+from fedsieve.run.progress import Display
+from fedsieve.train.feed import Autocast, Feed, with_features
+from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def preflight(experiment: Experiment) -> torch.device:
+    """Refuse, before a weight or an image is loaded, what cannot run on this machine; gives the device."""
+    device = choose_device(experiment.device)
+    kind_of(experiment.data.source)
+    check_backbone(experiment.model)
+    if experiment.model.weights not in ("hub", "none", "digits"):
+        weights_file(experiment.model)
+    return device
+
+
+@dataclass
+class Setup:
+    """What the stages of one experiment share."""
+
+    experiment: Experiment
+    device: torch.device
+    autocast: Autocast
+    transform: Transform
+    train: Feed
+    validation: Feed
+    class_names: list[str]
+    data_fingerprint: str
+    model: Classifier
+
+    def test_feed(self) -> Feed:
+        """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
+        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device)
+
+    def space(self, stage: Stage) -> ParamSpace:
+        return ParamSpace.of(self.model, trainable_names(self.model, stage.train))
+
+    def validate(self, forward: Callable[[Tensor], Tensor], validation: Feed) -> dict[str, float]:
+        if len(validation) == 0:
+            return {}
+        return measure(predict(forward, validation, self.autocast), validation.labels, "val")
+
+
+def open_split(data: Data, split: Split, class_names: list[str], transform: Transform, device: torch.device) -> Feed:
+    """A whole split as a feed; one that does not have the classes of the model is refused."""
+    images = load_images(data, split)
+    rows, labels, names = keep_classes(images, np.arange(len(images)), data.classes)
+    if names != class_names:
+        raise FedsieveError(
+            f"data.source: the classes of {data.source} ({split}) are not those of the model: "
+            f"{_few(names)} instead of {_few(class_names)}"
+        )
+    return Feed(ImageStore(images.images, device, data.placement), transform, rows, labels.to(device))
+
+
+def _few(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def prepare(experiment: Experiment, display: Display) -> Setup:
+    """Load data and model."""
+    device = preflight(experiment)
+    set_deterministic(experiment.deterministic)
+    data = experiment.data
+    images = load_images(data, "train", display.say)
+    rows, held = hold_out(
+        images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
+    )
+    if data.val_fraction and not len(held):
+        raise FedsieveError(f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on")
+    # Split first, choose classes second: the split is then the same whatever the classes.
+    train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
+    held_rows, held_labels, _ = keep_classes(images, held, data.classes)
+    if not len(train_rows):
+        raise FedsieveError(f"data.source: {data.source} leaves no image to train on", 1)
+    transform = make_transform(data, *statistics(data, images.images, train_rows))
+    store = ImageStore(images.images, device, data.placement)
+    return Setup(
+        experiment=experiment,
+        device=device,
+        autocast=make_autocast(experiment, device),
+        transform=transform,
+        train=Feed(store, transform, train_rows, train_labels.to(device)),
+        validation=Feed(store, transform, held_rows, held_labels.to(device)),
+        class_names=class_names,
+        data_fingerprint=images.fingerprint,
+        model=load_classifier(with_weights_file(experiment, display), len(class_names), data.size, experiment.seed).to(device),
+    )
+
+
+def statistics(data: Data, images: Tensor, rows: np.ndarray) -> Statistics:
+    """Mean and standard deviation of the colours, as the experiment normalises them."""
+    if data.normalize == "data":
+        return channel_statistics(images, rows)
+    return IMAGENET if data.normalize == "imagenet" else HALF
+
+
+def fit_stage(
+    setup: Setup, stage: Stage, state: StageState | None = None, watch: Callable[[], dict[str, float]] = dict
+) -> tuple[ParamSpace, StageState, Iterator[Tick]]:
+    """Start a stage, or continue it from `state`: its space, its living state, and the steps to iterate over.
+
+    `watch` adds numbers to every epoch's record that nothing is selected on.
+    """
+    space = setup.space(stage)
+    theta = space.bind(setup.model)
+    state = state or StageState.start(theta.detach().clone())
+    train, validation, forward = setup.train, setup.validation, setup.model.__call__
+    if stage.train == "head" and not setup.transform.random:
+        # The backbone is frozen and sees the same pixels every epoch: run it once.
+        train, validation = (
+            with_features(feed, setup.model.backbone, EVALUATION_BATCH, setup.autocast) if len(feed) else feed
+            for feed in (train, validation)
+        )
+        forward = setup.model.head.__call__
+
+    def validate() -> dict[str, float]:
+        return setup.validate(forward, validation) | watch()
+
+    steps = train_stage(stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast)
+    return space, state, steps
+
+
+# --- the embedded pretrained model -----------------------------------------------------------------------------------
+
+
+def with_weights_file(experiment: Experiment, display: Display) -> Model:
+    """The model's config with `weights: digits` replaced by a file, which is made on first use."""
+    if experiment.model.weights != "digits":
+        return experiment.model
+    recipe = pretraining(experiment)
+    key = hashlib.blake2b(recipe.model_dump_json(exclude={"name", "tracking", "checkpoint"}).encode(), digest_size=16)
+    file = cache_folder(experiment.data) / "weights" / f"{key.hexdigest()}.safetensors"
+    if not file.exists():
+        display.say("pretraining a small backbone on the digits 0 to 4, once")
+        setup = prepare(recipe, display)
+        for stage in recipe.stages:
+            _, _, ticks = fit_stage(setup, stage)
+            for tick in ticks:
+                display.step(stage.name, tick)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in setup.model.backbone.state_dict().items()}
+        write_atomic(file, safetensors.torch.save(tensors))
+    return experiment.model.model_copy(update={"weights": str(file)})
+
+
+def pretraining(experiment: Experiment) -> Experiment:
+    """The experiment that makes `weights: digits`: the same network on the first half of the classes.
+
+    It keeps the experiment's split, so that pretraining sees no image on which something is later measured.
+    """
+    recipe = parse_config(asset("pretrain.yaml"))
+    data = experiment.data.model_copy(update={"classes": [0, 1, 2, 3, 4], "transform": recipe.data.transform})
+    model = experiment.model.model_copy(update={"weights": "none", "head": "linear"})
+    fields = {"seed": experiment.seed, "device": experiment.device, "data": data, "model": model}
+    return recipe.model_copy(update=fields)
+
+
+def asset(name: str) -> str:
+    """The text of a file that ships inside the package."""
+    return (resources.files("fedsieve") / "assets" / name).read_text(encoding="utf-8")
+

@@ -1,0 +1,176 @@
+"""Training one stage on one machine, and evaluation.
+
+The state of a stage is a value (`StageState`) that can be saved after any step; every draw has an address, so a
+stage continued from a saved state repeats exactly what it would have done.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsieve.config import Stage
+from fedsieve.errors import FedsieveError
+from fedsieve.randomness import generator
+from fedsieve.train.feed import Autocast, Feed
+from fedsieve.train.schedule import learning_rate
+
+EVALUATION_BATCH = 500
+
+
+@dataclass
+class StageState:
+    """Where a stage stands. `theta`, `momentum` and `best` are vectors of its ParamSpace."""
+
+    theta: Tensor
+    momentum: Tensor
+    sums: Tensor  # loss and correct answers over the epoch under way, (2,) float64
+    best: Tensor | None = None  # the chosen epoch's weights; None until an epoch was validated
+    epoch: int = 0  # whole epochs done
+    step: int = 0  # steps done in the epoch under way
+    best_at: int | None = None
+    chosen: dict[str, float] = field(default_factory=dict)  # metrics of the chosen epoch
+    seconds: float = 0.0
+    done: bool = False
+
+    @classmethod
+    def start(cls, theta: Tensor) -> "StageState":
+        return cls(theta, torch.zeros_like(theta), torch.zeros(2, dtype=torch.float64, device=theta.device))
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything but the tensors."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in TENSORS}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
+
+
+TENSORS = ("theta", "momentum", "sums", "best")
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What the loop tells after every step: how far it is, and after an epoch what that epoch gave."""
+
+    step: int
+    steps: int
+    record: dict[str, Any] | None = None
+
+
+def train_stage(
+    stage: Stage,
+    forward: Callable[[Tensor], Tensor],
+    theta: Tensor,
+    state: StageState,
+    train: Feed,
+    validate: Callable[[], dict[str, float]],
+    seed: int,
+    autocast: Autocast,
+) -> Iterator[Tick]:
+    """Train until the stage is done, yielding after every step with `state` ready to be saved.
+
+    `theta` is the bound vector of the parameters that train (`ParamSpace.bind`). At the end it holds the weights of
+    the epoch with the best `val_accuracy` of `validate()`, or of the last epoch where that gives none.
+    """
+    settings = stage.optimizer
+    optimizer = torch.optim.SGD(
+        [theta],
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        nesterov=settings.nesterov,
+        fused=False,
+    )
+    with torch.no_grad():
+        theta.copy_(state.theta)
+    if settings.momentum:
+        optimizer.state[theta]["momentum_buffer"] = state.momentum
+    state.theta = theta.detach()  # a view: the state follows the weights
+
+    per_epoch = math.ceil(len(train) / stage.batch_size)
+    steps, warmup = per_epoch * stage.epochs, round(stage.warmup_epochs * per_epoch)
+    while not state.done:
+        order = generator(seed, "order", stage.name, state.epoch).permutation(len(train))
+        draws = train.draw(generator(seed, "augment", stage.name, state.epoch))
+        clock, seen = time.perf_counter(), 0
+        for step in range(state.step, per_epoch):
+            examples = order[step * stage.batch_size : (step + 1) * stage.batch_size]
+            inputs, labels = train.batch(examples, draws)
+            rate = learning_rate(state.epoch * per_epoch + step, steps, settings.lr, stage.schedule, warmup)
+            optimizer.param_groups[0]["lr"] = rate
+            theta.grad.zero_()  # type: ignore[union-attr]
+            with autocast():
+                logits = forward(inputs)
+            loss = F.cross_entropy(logits.float(), labels)
+            loss.backward()
+            if settings.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([theta], settings.clip_norm)
+            optimizer.step()
+            # Sums stay on the device until the epoch ends, so that no step waits for it.
+            with torch.no_grad():
+                state.sums += torch.stack([loss * len(examples), (logits.argmax(1) == labels).sum()])
+            seen += len(examples)
+            state.step = step + 1
+            if state.step < per_epoch:
+                yield Tick(state.epoch * per_epoch + state.step, steps)
+        loss_sum, correct = state.sums.tolist()  # waits for the device: the clock below is honest
+        seconds = time.perf_counter() - clock
+        record = {
+            "stage": stage.name,
+            "epoch": state.epoch + 1,
+            "train_loss": loss_sum / len(train),
+            "train_accuracy": correct / len(train),
+            "lr": rate,
+            "images_per_second": seen / seconds,
+        }
+        if not math.isfinite(loss_sum):
+            raise FedsieveError(
+                f'stage "{stage.name}" diverged in epoch {state.epoch + 1}: the loss is not finite. '
+                f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm", 1
+            )
+        record |= validate()
+        record["seconds"] = time.perf_counter() - clock
+        _end_epoch(stage, state, record)
+        if state.done and state.best is not None:
+            with torch.no_grad():
+                theta.copy_(state.best)
+        yield Tick(steps if state.done else state.epoch * per_epoch, steps, record)
+
+
+def _end_epoch(stage: Stage, state: StageState, record: Mapping[str, Any]) -> None:
+    """Move the state past an epoch: keep its weights if it is the best so far, and see whether the stage is over."""
+    state.epoch, state.step = state.epoch + 1, 0
+    state.sums.zero_()
+    state.seconds += record["seconds"]
+    validated = "val_accuracy" in record
+    if not validated or state.best is None or record["val_accuracy"] > state.chosen["val_accuracy"]:
+        state.best_at = state.epoch
+        state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}
+        if validated:
+            state.best = state.theta.clone()
+    assert state.best_at is not None
+    waited = state.epoch - state.best_at
+    state.done = state.epoch == stage.epochs or (stage.early_stopping is not None and waited >= stage.early_stopping)
+
+
+@torch.no_grad()
+def predict(forward: Callable[[Tensor], Tensor], feed: Feed, autocast: Autocast) -> Tensor:
+    """The logits of every example, (N, classes) float32, in order."""
+    parts = []
+    for inputs, _ in feed.in_order(EVALUATION_BATCH):
+        with autocast():
+            parts.append(forward(inputs).float())
+    return torch.cat(parts)
+
+
+def measure(logits: Tensor, labels: Tensor, prefix: str) -> dict[str, float]:
+    """Mean loss and accuracy, named `{prefix}_loss` and `{prefix}_accuracy`."""
+    return {
+        f"{prefix}_loss": F.cross_entropy(logits.double(), labels).item(),
+        f"{prefix}_accuracy": (logits.argmax(1) == labels).double().mean().item(),
+    }

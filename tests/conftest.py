@@ -1,0 +1,38 @@
+"""What tests share: a cache of their own, and an experiment that runs in about a second."""
+
+import pytest
+
+from fedsieve.config import Experiment, parse_config
+
+TINY = """
+name: tiny
+seed: 3
+device: cpu
+data: {source: digits, size: 8, normalize: half, val_fraction: 0.2}
+model:
+  backbone: vit_tiny_patch16_224
+  options: {patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2}
+  weights: none
+stages:
+  - {name: head, train: head, epochs: 2, batch_size: 200, optimizer: {lr: 0.1}}
+  - {name: backbone, train: backbone, epochs: 2, batch_size: 200, optimizer: {lr: 0.05, weight_decay: 1e-4}}
+tracking: []
+"""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDSIEVE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture
+def tiny():
+    """tiny(*overrides) -> Experiment."""
+
+    def make(*overrides: str) -> Experiment:
+        return parse_config(TINY, overrides)
+
+    return make

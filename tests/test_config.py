@@ -1,0 +1,129 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsieve.config import Experiment, load_config, parse_config, to_yaml
+from fedsieve.errors import FedsieveError
+
+STAGE = "stages: [{name: a}]\n"
+
+
+def refusal(text: str, *overrides: str) -> str:
+    with pytest.raises(FedsieveError) as caught:
+        parse_config(text, overrides, where="exp.yaml")
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data: {sorce: digits}", ["exp.yaml: data.sorce", "unknown key", 'Did you mean "source"?', "Allowed: source"]),
+        ("data: {transform: crop_flp}", ["data.transform", 'Did you mean "crop_flip"?', "Allowed: resize, flip, crop_flip"]),
+        ("data: {size: '64'}", ["data.size", "valid integer", "'64'"]),
+        ("data: {size: 64.5}", ["data.size", "64.5"]),
+        ("data: {val_fraction: 1.0}", ["data.val_fraction", "less than 1"]),
+        ("data: {crop_scale: [0.9, 0.5]}", ["data", "crop_scale", "low <= high"]),
+        ("data: {classes: [1]}", ["classes", "at least two"]),
+        ("seed: true", ["seed", "True"]),
+        ("tracking: [tensorbord]", ["tracking.0", 'Did you mean "tensorboard"?']),
+        ("checkpoint: {keep: 1}", ["checkpoint.keep", "greater than or equal to 2"]),
+        ("data: 3", ["data", "3"]),
+        ("device: gpu", ["device", "'gpu'"]),
+        ("model: {weights: digits}", ["model.weights", "data.source: digits"]),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_is_allowed(text, said):
+    message = refusal(STAGE + text)
+    for words in said:
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("{name: a, train: hed}", ["stages.a.train", 'Did you mean "head"?', "{last_blocks: N}"]),
+        ("{name: a, train: {last_block: 2}}", ["stages.a.train.last_block", 'Did you mean "last_blocks"?']),
+        ("{name: a, train: {last_blocks: 0}}", ["stages.a.train.last_blocks", "got 0"]),
+        ("{name: a, optimizer: {lr: .inf}}", ["stages.a.optimizer.lr", "finite"]),
+        ("{name: a, warmup_epochs: 11}", ["stages.a", "longer than the stage"]),
+        ("{name: a, optimizer: {nesterov: true, momentum: 0}}", ["nesterov", "momentum"]),
+        ("{train: head}", ["stages.0.name", "required"]),
+        ("{name: a}, {name: a}", ['"a"', "own name"]),
+    ],
+)
+def test_a_wrong_stage_is_named(stage, said):
+    message = refusal(f"stages: [{stage}]")
+    for words in said:
+        assert words in message
+
+
+def test_every_problem_is_told_at_once():
+    message = refusal("stages: [{name: a, epochs: 0}]\ndata: {siez: 3}\nsed: 1")
+    assert len(message.splitlines()) == 3
+
+
+def test_early_stopping_without_validation_is_refused():
+    assert "val_fraction is 0" in refusal("stages: [{name: a, early_stopping: 2}]\ndata: {val_fraction: 0}")
+
+
+def test_a_mistake_in_an_override_is_laid_to_the_command_line():
+    assert refusal(STAGE, "data.siz=3").startswith("command line: data.siz: unknown key")
+    assert refusal(STAGE, "stages.b.epochs=3").startswith("command line: stages.b.epochs")
+    assert "key=value" in refusal(STAGE, "data.size")
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2", "[1, 2]", "just words", "", "? {a: 1}\n: 2"])
+def test_what_is_no_experiment_is_refused_without_a_traceback(text):
+    assert "exp.yaml" in refusal(text)
+
+
+def test_a_missing_file_a_folder_and_a_binary_are_refused(tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    for name, said in (("none.yaml", "no such file"), (".", "is a folder"), ("binary.yaml", "not a text file")):
+        with pytest.raises(FedsieveError, match=said):
+            load_config(tmp_path / name)
+
+
+def test_overrides_reach_every_depth():
+    experiment = parse_config(
+        "stages: [{name: head, train: head}, {name: rest}]",
+        ["data.size=64", "stages.head.epochs=3", "stages.1.optimizer.lr=5e-5", "stages.rest.train.last_blocks=2",
+         "data.classes=[1, 2]", "data.cache=null", "model.options={depth: 4}"],
+    )  # fmt: skip
+    assert experiment.data.size == 64
+    assert experiment.stages[0].epochs == 3
+    assert experiment.stages[1].optimizer.lr == 5e-5
+    assert experiment.stages[1].train.last_blocks == 2
+    assert experiment.data.classes == [1, 2]
+    assert experiment.model.options == {"depth": 4}
+
+
+def test_numbers_and_words_mean_what_they_look_like():
+    """YAML 1.1 reads 1e-3 as a text and off as false."""
+    experiment = parse_config("name: off\nstages: [{name: a, optimizer: {lr: 1e-3}}]")
+    assert experiment.name == "off"
+    assert experiment.stages[0].optimizer.lr == 0.001
+
+
+@given(
+    st.builds(
+        dict,
+        seed=st.integers(0, 2**40),
+        data=st.builds(dict, size=st.integers(4, 300), val_fraction=st.floats(0, 0.99), source=st.text(min_size=1)),
+        stages=st.lists(
+            st.builds(
+                dict,
+                name=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,9}\Z"),
+                epochs=st.integers(1, 9),
+                optimizer=st.builds(dict, lr=st.floats(1e-12, 1e3)),
+                train=st.sampled_from(["head", "all", {"last_blocks": 2}]),
+            ),
+            min_size=1,
+            unique_by=lambda stage: stage["name"],
+        ),
+    )
+)
+def test_a_resolved_config_reads_back_to_itself(tree):
+    experiment = Experiment.model_validate(tree)
+    assert parse_config(to_yaml(experiment)) == experiment
