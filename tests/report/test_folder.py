@@ -61,6 +61,14 @@ def test_a_summary_with_unknown_fields_is_read(make_run):
     assert run.chosen("head") == 2 and run.chosen("nowhere") is None
 
 
+def test_an_epoch_counts_as_chosen_only_where_validation_chose_it(make_run):
+    folder = make_run("run", val=False)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["stages"]["head"]["best_at"] = 2  # the last epoch, for want of another
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert read_run(folder).chosen("head") is None
+
+
 def _truncate(path):
     path.write_bytes(path.read_bytes()[:200])
 

@@ -29,6 +29,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
 
 
 def track(name: str, folder: Path, history: list[dict[str, Any]], new: list[dict[str, Any]], summary: Any) -> None:
@@ -82,7 +83,10 @@ def wandb_records(file: Path) -> list[Any]:
 
 
 def test_wandb_is_offline_without_a_key_and_holds_each_point_once_after_a_resume(tmp_path: Path) -> None:
+    import wandb
+
     run_and_resume("wandb", tmp_path)
+    wandb.teardown()  # a run is finished a few milliseconds before its file is: wait for the writing process
     (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert log.stem == "run-" + (tmp_path / "wandb" / "run_id").read_text()
     shown: dict[str, list[tuple[int, float]]] = {}

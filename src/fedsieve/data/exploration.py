@@ -59,7 +59,8 @@ def explore(
     label_rows = labels.cpu().numpy()
     if label_rows.min() < 0 or label_rows.max() >= len(class_names):
         raise FedsieveError(
-            f"exploration: labels run from {label_rows.min()} to {label_rows.max()}, but there are {len(class_names)} class names"
+            f"exploration: labels run from {label_rows.min()} to {label_rows.max()}, "
+            f"but there are {len(class_names)} class names"
         )
 
     reference = int(generator(seed, "explore", "reference").integers(len(images)))
@@ -135,6 +136,7 @@ def _mean_colours(images: Tensor) -> np.ndarray:
 def _mahalanobis(points: np.ndarray) -> tuple[np.ndarray, int]:
     """Squared Mahalanobis distance of each point (N,), and the dimensions the points span.
 
+    Outliers are part of the covariance they are measured by, so many of them hide one another.
     Directions without variance (greyscale images have two) are left out, as the pseudo-inverse of the covariance
     does, and do not count as degrees of freedom.
     """

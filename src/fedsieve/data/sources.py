@@ -96,16 +96,14 @@ def kind_of(source: str) -> Literal["embedded", "folder", "hub"]:
 
 
 def _digits() -> ImageSet:
-    """scikit-learn's digits in two colours each, so that the colour says nothing about the class."""
+    """scikit-learn's digits, each in a dark and a light colour of its own that say nothing about the class."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     ink = np.asarray(bunch.images, dtype=np.float64)[:, None] / 16  # (N, 1, 8, 8)
     rng = generator(0, "digits")
     count = len(ink)
-    dark, light = rng.uniform(0, 90, (count, 3, 1, 1)), rng.uniform(165, 255, (count, 3, 1, 1))
-    inverted = rng.random((count, 1, 1, 1)) < 0.5
-    paper, pen = np.where(inverted, dark, light), np.where(inverted, light, dark)
+    pen, paper = rng.uniform(0, 110, (count, 3, 1, 1)), rng.uniform(150, 255, (count, 3, 1, 1))
     images = np.rint(paper + ink * (pen - paper)).astype(np.uint8)
     return ImageSet(
         torch.from_numpy(images), torch.from_numpy(bunch.target.astype(np.int64)), list("0123456789"), "digits-1"

@@ -64,7 +64,7 @@ class ParamSpace:
         self._check(vector)
         lead = vector.shape[:-1]
         return {
-            name: vector[..., start:end].view(*lead, *shape)
+            name: vector[..., start:end].view((*lead, *shape))
             for name, shape, start, end in zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)
         }
 
@@ -72,7 +72,7 @@ class ParamSpace:
         """One named tensor as a view of `vector` (..., D)."""
         self._check(vector)
         index = self.names.index(name)
-        return vector[..., self.offsets[index] : self.offsets[index + 1]].view(*vector.shape[:-1], *self.shapes[index])
+        return vector[..., self.offsets[index] : self.offsets[index + 1]].view((*vector.shape[:-1], *self.shapes[index]))
 
     def read(self, model: nn.Module) -> Tensor:
         """A copy of the model's weights as a vector."""

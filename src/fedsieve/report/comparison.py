@@ -1,4 +1,4 @@
-"""The page that sets runs side by side. Seeds of one config are one line; what has no result is named, never averaged."""
+"""The page that sets runs side by side: seeds of one config as one line, and by name whatever has no result."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -19,7 +19,7 @@ EVERY_IMAGE = ("labels", "mahalanobis")  # one value an image: not for a summary
 
 
 def write_exploration(exploration: Exploration, images: Tensor, title: str, folder: Path) -> Path:
-    """Writes explore.html, exploration.json and figures/ into `folder`; `images` are those explored. Returns the page."""
+    """Writes explore.html, exploration.json and figures/ into `folder`, and returns the page."""
     names = exploration.class_names
     drawings = {
         "classes": _per_class(names, exploration.counts.astype(np.float64), "images"),
@@ -94,7 +94,7 @@ def _tiles(exploration: Exploration, images: Tensor, rows: np.ndarray, distances
 
 
 def _numbers(exploration: Exploration) -> dict[str, Any]:
-    """The exploration as JSON values: lists for arrays, null for NaN, nothing that grows with the images but outliers."""
+    """The exploration as JSON values: lists for arrays, null for NaN."""
     values = {key: value for key, value in asdict(exploration).items() if key not in EVERY_IMAGE}
     extra = {
         "images": len(exploration.labels),

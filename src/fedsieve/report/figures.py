@@ -21,7 +21,7 @@ P = ParamSpec("P")
 INK, MUTED, GRID = "#3b434d", "#76808c", "#e1e5ea"
 BLUE, ORANGE, GREEN, RED = "#4178d6", "#d9772b", "#2e9e6b", "#d64550"
 SERIES = [BLUE, ORANGE, GREEN, "#8f63d2", RED, "#1f9aa8", "#c9569c", "#9a8433"]
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8.5,
     "font.family": "DejaVu Sans",
     "text.color": INK,
@@ -111,7 +111,7 @@ def curves(rows: Sequence[Mapping[str, Any]], metric: str, chosen: Sequence[int]
         label="chosen",
     )
     handles = [
-        line for line in axes.lines if not line.get_label().startswith("_") and np.isfinite(line.get_ydata()).any()
+        line for line in axes.lines if not str(line.get_label()).startswith("_") and np.isfinite(line.get_ydata()).any()
     ]
     if handles:
         figure.legend(handles=handles, loc="outside upper left", ncols=4)
@@ -241,7 +241,7 @@ def sureness(confidence: np.ndarray, right: np.ndarray) -> Figure:
     """How sure the model was (n,) where it was right and where it was wrong (n,)."""
     figure = Figure(figsize=PANEL, layout="constrained")
     axes = figure.add_subplot()
-    bins = np.linspace(0, 100, 21)
+    bins = [5.0 * edge for edge in range(21)]
     parts = [100 * confidence[right], 100 * confidence[~right]]
     axes.hist(parts, bins=bins, stacked=True, color=[BLUE, ORANGE], label=["right", "wrong"], alpha=0.85, rwidth=0.92)
     figure.legend(loc="outside upper left", ncols=2)
@@ -261,7 +261,7 @@ def confusion(shares: np.ndarray, names: Sequence[str]) -> Figure:
     if len(names) <= 12:
         for (row, col), share in np.ndenumerate(shares):
             if share >= 0.0005:
-                colour = "white" if cells[row, col, 3] > 0.6 else INK
+                colour = "white" if cells[row, col, 3] > 0.75 else INK
                 axes.text(col, row, f"{100 * share:.1f}", ha="center", va="center", color=colour, fontsize=7.5)
     axes.set(xlabel="predicted", ylabel="true")
     return figure
@@ -269,7 +269,7 @@ def confusion(shares: np.ndarray, names: Sequence[str]) -> Figure:
 
 @_drawn
 def closeness(distances: np.ndarray, names: Sequence[str]) -> Figure:
-    """Distances (C, C) between classes: the closer, the darker; nothing on the diagonal."""
+    """Distances (C, C) between classes: the closer, the stronger; nothing on the diagonal."""
     apart = np.where(np.eye(len(distances), dtype=bool), np.nan, distances)
     finite = apart[np.isfinite(apart)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
@@ -293,7 +293,7 @@ def _matrix(cells: np.ndarray, names: Sequence[str]) -> tuple[Figure, Axes]:
     axes.imshow(cells, interpolation="none")
     ticks = range(count) if count <= LABELLED_CLASSES else range(0, count, max(10, count // 100 * 10))
     labels = [short(names[i], 16) if count <= LABELLED_CLASSES else str(i) for i in ticks]
-    upright = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center"}
+    upright: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center"}
     axes.set_xticks(ticks, labels, **(upright if max(map(len, labels), default=0) > 2 else {}))
     axes.set_yticks(ticks, labels)
     axes.tick_params(length=0 if count <= LABELLED_CLASSES else 3)

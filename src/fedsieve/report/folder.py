@@ -78,7 +78,7 @@ class RunFolder:
     def chosen(self, stage: str) -> int | None:
         """The epoch of `stage` whose weights were kept, where one was selected on validation data."""
         ended = self.summary.stages.get(stage) if self.summary else None
-        return ended.best_at if ended else None
+        return ended.best_at if ended and ended.val_accuracy is not None else None
 
 
 def read_run(path: Path) -> RunFolder:
@@ -143,7 +143,10 @@ def _read_summary(path: Path, problems: list[str]) -> Summary | None:
     if text is None:
         return None
     try:
-        return Summary.model_validate(json.loads(text))
+        summary = Summary.model_validate(json.loads(text))
+        if summary.trained is None and summary.stages:
+            summary.trained = list(summary.stages.values())[-1].trained
+        return summary
     except ValidationError as error:
         first = error.errors()[0]
         problems.append(f"{path.name} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}")

@@ -43,14 +43,14 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json)."""
     folder, display = Path(folder), display or Display(Console(), quiet=True)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # A process killed before its first file was whole leaves only that file's hidden beginning.
+    if folder.exists() and (not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())):
         hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
         raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
-    device = preflight(experiment)
+    preflight(experiment)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "environment.json", describe_environment(device))
         write_atomic(folder / "config.yaml", to_yaml(experiment))
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
@@ -111,6 +111,9 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         self.clock = time.perf_counter()
+        environment = self.folder / "environment.json"
+        if not environment.exists():
+            write_json(environment, describe_environment(choose_device(self.experiment.device)))
         saved = load_newest(self.folder / "checkpoints", self.display.say)
         self.setup = prepare(self.experiment, self.display)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}

@@ -92,7 +92,7 @@ class WandbTracker:
         if mode == "offline":
             # An offline session cannot see the earlier ones, so it replaces them and starts from the whole history.
             for old in file.parent.glob(f"offline-run-*-{run_id}"):
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedsieve"),
             name=experiment.name,
