@@ -176,8 +176,8 @@ def pretraining(experiment: Experiment) -> Experiment:
     recipe = parse_config(asset("pretrain.yaml"))
     data = experiment.data.model_copy(update={"classes": [0, 1, 2, 3, 4], "transform": recipe.data.transform})
     model = experiment.model.model_copy(update={"weights": "none", "head": "linear"})
-    fields = {"seed": experiment.seed, "device": experiment.device, "data": data, "model": model}
-    return recipe.model_copy(update=fields)
+    same = {name: getattr(experiment, name) for name in ("seed", "device", "deterministic")}
+    return recipe.model_copy(update=same | {"data": data, "model": model})
 
 
 def asset(name: str) -> str:
