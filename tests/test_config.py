@@ -19,7 +19,10 @@ def refusal(text: str, *overrides: str) -> str:
     ("text", "said"),
     [
         ("data: {sorce: digits}", ["exp.yaml: data.sorce", "unknown key", 'Did you mean "source"?', "Allowed: source"]),
-        ("data: {transform: crop_flp}", ["data.transform", 'Did you mean "crop_flip"?', "Allowed: resize, flip, crop_flip"]),
+        (
+            "data: {transform: crop_flp}",
+            ["data.transform", 'Did you mean "crop_flip"?', "Allowed: resize, flip, crop_flip"],
+        ),
         ("data: {size: '64'}", ["data.size", "valid integer", "'64'"]),
         ("data: {size: 64.5}", ["data.size", "64.5"]),
         ("data: {val_fraction: 1.0}", ["data.val_fraction", "less than 1"]),

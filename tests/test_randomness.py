@@ -10,6 +10,15 @@ def test_an_address_gives_the_same_draws_for_ever():
 
 
 def test_addresses_that_look_alike_are_apart():
-    addresses = [(0, "a", 1), (0, "a", "1"), (0, "a", 1, 1), (1, "a", 1), (0, "b", 1), (0, "a, 1"), (0, "a", "b"), (0, "ab")]
+    addresses = [
+        (0, "a", 1),
+        (0, "a", "1"),
+        (0, "a", 1, 1),
+        (1, "a", 1),
+        (0, "b", 1),
+        (0, "a, 1"),
+        (0, "a", "b"),
+        (0, "ab"),
+    ]
     draws = {generator(*address).random() for address in addresses}
     assert len(draws) == len(addresses)

@@ -1,2 +1,30 @@
-"""x"""
+"""Federated fine-tuning in which only a calibrated, sparse subset of weights moves, and only what moved is sent."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+__all__ = ["Experiment", "FedsieveError", "ParamSpace", "load_config", "parse_config", "resume", "run"]
+
+if TYPE_CHECKING:
+    from fedsieve.config import Experiment, load_config, parse_config
+    from fedsieve.errors import FedsieveError
+    from fedsieve.model.space import ParamSpace
+    from fedsieve.runner.experiment import resume, run
+
+_HOMES = {
+    "Experiment": "fedsieve.config",
+    "load_config": "fedsieve.config",
+    "parse_config": "fedsieve.config",
+    "FedsieveError": "fedsieve.errors",
+    "ParamSpace": "fedsieve.model.space",
+    "resume": "fedsieve.runner.experiment",
+    "run": "fedsieve.runner.experiment",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: torch takes seconds to import, and the command line must answer a typo at once.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedsieve' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

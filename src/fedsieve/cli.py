@@ -38,11 +38,21 @@ Overrides = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", metavar="DIR", help="The run folder to make. Default: runs/NAME, numbered if taken.", show_default=False),
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="The run folder to make. Default: runs/NAME, numbered if taken.",
+        show_default=False,
+    ),
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run folder, as `fedsieve run` makes it.", show_default=False)]
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A run folder, as `fedsieve run` makes it.", show_default=False)
+]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The experiment.", show_default=False)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would happen (weights, bytes, memory, steps) and stop.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would happen (weights, bytes, memory, steps) and stop.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the summary.")]
 
 
@@ -65,7 +75,7 @@ def demo(
 
     The demo is an ordinary experiment: save `fedsieve demo --show` to a file, change it, and `fedsieve run` it.
     """
-    from fedsieve.run.setup import asset
+    from fedsieve.runner.setup import asset
 
     if show:
         print(asset("demo.yaml"), end="")
@@ -74,7 +84,9 @@ def demo(
 
 
 @app.command()
-def run(config: ConfigFile, overrides: Overrides = None, out: Out = None, dry_run: DryRun = False, quiet: Quiet = False) -> None:
+def run(
+    config: ConfigFile, overrides: Overrides = None, out: Out = None, dry_run: DryRun = False, quiet: Quiet = False
+) -> None:
     """Run an experiment and leave a run folder: config, metrics, checkpoints, figures and a page to read.
 
     A wrong config ends with exit code 2 before anything is loaded. A run that was stopped goes on with `fedsieve resume`.
@@ -84,15 +96,15 @@ def run(config: ConfigFile, overrides: Overrides = None, out: Out = None, dry_ru
 
 def _run(experiment: "Experiment", out: Path | None, dry_run: bool, quiet: bool) -> None:
     if dry_run:
-        from fedsieve.run.plan import plan
+        from fedsieve.runner.plan import plan
 
         table = Table("what", "how much", title=f"{experiment.name}: what would happen", title_justify="left")
         for what, how_much in plan(experiment):
             table.add_row(what, how_much)
         console.print(table)
         return
-    from fedsieve.run.experiment import run as run_experiment
-    from fedsieve.run.progress import Display
+    from fedsieve.runner.experiment import run as run_experiment
+    from fedsieve.runner.progress import Display
 
     folder = out or _free_folder(experiment.name)
     summary = run_experiment(experiment, folder, Display(console, quiet))
@@ -137,8 +149,8 @@ def _percent(fraction: float | None) -> str:
 @app.command()
 def resume(folder: RunFolder, quiet: Quiet = False) -> None:
     """Continue a run that was stopped or killed; it ends with the same weights and metrics as if it had not been."""
-    from fedsieve.run.experiment import resume as resume_experiment
-    from fedsieve.run.progress import Display
+    from fedsieve.runner.experiment import resume as resume_experiment
+    from fedsieve.runner.progress import Display
 
     _show_summary(resume_experiment(folder, Display(console, quiet)), folder)
 
@@ -148,13 +160,14 @@ def evaluate(
     folder: RunFolder,
     overrides: Overrides = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="SOURCE", help="Other data with the same classes: hub id, folder or digits.")
+        str | None,
+        typer.Option("--data", metavar="SOURCE", help="Other data with the same classes: hub id, folder or digits."),
     ] = None,
     split: Annotated[str, typer.Option(help="`test` or `train` (all of it, validation included).")] = "test",
     device: Annotated[str | None, typer.Option(help="`cpu`, `cuda`, `cuda:N`; default: as in the run.")] = None,
 ) -> None:
     """Measure a finished run's chosen model, on its own test split or on other data."""
-    from fedsieve.run.finished import evaluate as evaluate_run
+    from fedsieve.runner.finished import evaluate as evaluate_run
 
     chosen = list(overrides or [])
     chosen += [f"data.source={data}"] if data else []
@@ -170,11 +183,13 @@ def evaluate(
 @app.command()
 def export(
     folder: RunFolder,
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The .safetensors file to write.", show_default=False)],
+    to: Annotated[
+        Path, typer.Option("--to", metavar="FILE", help="The .safetensors file to write.", show_default=False)
+    ],
     backbone_only: Annotated[bool, typer.Option("--backbone-only", help="Leave the head out.")] = False,
 ) -> None:
     """Write a finished run's model as a safetensors file that timm loads."""
-    from fedsieve.run.finished import export as export_run
+    from fedsieve.runner.finished import export as export_run
 
     console.print(export_run(folder, to, backbone_only), highlight=False, soft_wrap=True)
 
@@ -182,7 +197,7 @@ def export(
 @app.command()
 def explore(config: ConfigFile, overrides: Overrides = None, out: Out = None) -> None:
     """Look at an experiment's training data before training: counts, samples, neighbours, spread, outliers."""
-    from fedsieve.run.finished import explore as explore_data
+    from fedsieve.runner.finished import explore as explore_data
 
     experiment = load_config(config, overrides or [])
     page = explore_data(experiment, out or _free_folder(f"{experiment.name}-explore"), lambda text: console.print(text))
@@ -191,9 +206,14 @@ def explore(config: ConfigFile, overrides: Overrides = None, out: Out = None) ->
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="One run folder, or several to compare.", show_default=False)],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="One run folder, or several to compare.", show_default=False)
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The comparison page. Default: comparison.html.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="The comparison page. Default: comparison.html.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Write the page of one run again, or a page that compares several."""
@@ -207,17 +227,60 @@ def report(
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 
 
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A benchmark, or `list`.")] = "list",
+    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:N`.")] = "auto",
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="In miniature: shows that it runs; the times mean nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Also write the table as JSON.", show_default=False),
+    ] = None,
+) -> None:
+    """Measure: one table of ratios taken side by side in one run, with the hardware next to it."""
+    from fedsieve.bench.registry import BENCHMARKS
+
+    if name == "list":
+        for key, (text, _) in BENCHMARKS.items():
+            console.print(f"[bold]{key:10}[/]{text}", highlight=False, soft_wrap=True)
+        return
+    from fedsieve.files import write_json
+    from fedsieve.runner.environment import choose_device, describe_environment
+
+    text, measure = BENCHMARKS[_one_of("bench", name, ("list", *BENCHMARKS))]
+    where = choose_device(device)
+    result = measure(where, smoke)
+    environment = describe_environment(where)
+    table = Table(*result.columns, title=f"{name}: {text}", title_justify="left")
+    for row in result.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(result.note, highlight=False)
+    hardware = (
+        f"{environment['device']}, {environment['cpu']} x {environment['cpu_count']}, torch {environment['torch']}"
+    )
+    console.print(f"{hardware}, {environment['threads']} threads", highlight=False)
+    if out is not None:
+        write_json(out, {"benchmark": name, "columns": result.columns, "rows": result.rows, "environment": environment})
+
+
 @app.command(name="list")
 def list_(
-    what: Annotated[str | None, typer.Argument(help="What to list; without it, what can be listed.", show_default=False)] = None,
-    pattern: Annotated[str | None, typer.Argument(help="For models: a wildcard such as `vit_*dino*`.", show_default=False)] = None,
+    what: Annotated[
+        str | None, typer.Argument(help="What to list; without it, what can be listed.", show_default=False)
+    ] = None,
+    pattern: Annotated[
+        str | None, typer.Argument(help="For models: a wildcard such as `vit_*dino*`.", show_default=False)
+    ] = None,
 ) -> None:
     """Show the words a config may use: models, datasets, transforms, heads, trackers and so on."""
-    from fedsieve.run.listing import LISTINGS
+    from fedsieve.runner.listing import LISTINGS
 
     if what is None:
         for name, (text, _) in LISTINGS.items():
-            console.print(f"[bold]{name:15}[/]{text}", highlight=False)
+            console.print(f"[bold]{name:15}[/]{text}", highlight=False, soft_wrap=True)
         return
     _, entries = LISTINGS[_one_of("list", what, tuple(LISTINGS))]
     for name, text in entries(pattern):
@@ -226,7 +289,9 @@ def list_(
 
 def _one_of(key: str, word: str, allowed: tuple[str, ...]) -> Any:
     if word not in allowed:
-        raise FedsieveError(f'{key}: "{word}" is not allowed.{did_you_mean(word, allowed)} Allowed: {", ".join(allowed)}')
+        raise FedsieveError(
+            f'{key}: "{word}" is not allowed.{did_you_mean(word, allowed)} Allowed: {", ".join(allowed)}'
+        )
     return word
 
 
@@ -235,7 +300,7 @@ def main(arguments: list[str] | None = None, call: Callable[..., Any] = app) -> 
     try:
         call(args=arguments)
     except FedsieveError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] ", end="")
+        Console(stderr=True).print("[bold red]error:[/] ", end="")
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
 

@@ -55,7 +55,9 @@ class Data(Strict):
     placement: Literal["auto", "device", "mapped"] = Field(
         "auto", description="images on the device, or memory-mapped from disk and fed in batches"
     )
-    cache: str | None = Field(None, description="folder of decoded images; default $FEDSIEVE_CACHE or ~/.cache/fedsieve")
+    cache: str | None = Field(
+        None, description="folder of decoded images; default $FEDSIEVE_CACHE or ~/.cache/fedsieve"
+    )
 
     @field_validator("crop_scale", mode="before")
     @classmethod
@@ -138,8 +140,12 @@ class Experiment(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)] = "experiment"
     seed: Annotated[int, Field(ge=0)] = 0
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field("auto", description="auto, cpu, cuda or cuda:N")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 autocast on a GPU, fp32 on a CPU")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
+        "auto", description="auto, cpu, cuda or cuda:N"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto: bf16 autocast on a GPU, fp32 on a CPU"
+    )
     deterministic: bool = Field(False, description="bit-identical repeats on a GPU too, at some cost in speed")
     test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
     data: Data = Data()
@@ -157,7 +163,7 @@ class Experiment(Strict):
         for stage in self.stages:
             if stage.early_stopping and self.data.val_fraction == 0:
                 raise ValueError(
-                    f'stages.{stage.name}.early_stopping needs validation data, but data.val_fraction is 0. '
+                    f"stages.{stage.name}.early_stopping needs validation data, but data.val_fraction is 0. "
                     "Set a fraction or drop early_stopping"
                 )
         if self.model.weights == "digits" and self.data.source != "digits":
@@ -187,7 +193,7 @@ _Loader.add_implicit_resolver(
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node, deep=True)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f'"{key}" is given twice', key_node.start_mark)
         seen.add(key)
@@ -239,7 +245,9 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
         index = names.index(key) if key in names else int(key) if key.isdigit() else -1
         if not 0 <= index < len(node):
             allowed = ", ".join([*(name for name in names if name), *map(str, range(len(node)))])
-            raise FedsieveError(f'command line: {path}: "{key}" is not there.{did_you_mean(key, names)} Allowed: {allowed}')
+            raise FedsieveError(
+                f'command line: {path}: "{key}" is not there.{did_you_mean(key, names)} Allowed: {allowed}'
+            )
         return [_set(item, rest, value, path) if i == index else item for i, item in enumerate(node)]
     branch = dict(node) if isinstance(node, Mapping) else {}
     branch[key] = _set(branch.get(key), rest, value, path)
@@ -255,7 +263,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise FedsieveError(f"{path}: no such file. `fedsieve demo --show` prints an experiment to start from") from None
+        raise FedsieveError(
+            f"{path}: no such file. `fedsieve demo --show` prints an experiment to start from"
+        ) from None
     except IsADirectoryError:
         raise FedsieveError(f"{path}: is a folder; an experiment is a YAML file") from None
     except UnicodeDecodeError:
@@ -271,7 +281,9 @@ def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config"
     if tree is None:
         tree = {}
     if not isinstance(tree, Mapping):
-        raise FedsieveError(f"{where}: an experiment is a mapping of keys such as data, model and stages, not {_kind(tree)}")
+        raise FedsieveError(
+            f"{where}: an experiment is a mapping of keys such as data, model and stages, not {_kind(tree)}"
+        )
     tree = apply_overrides(tree, overrides)
     try:
         return Experiment.model_validate(tree)
@@ -353,6 +365,10 @@ def _words(annotation: Any) -> list[str]:
 
 
 def _kind(value: Any) -> str:
-    return {str: "the text", int: "the number", float: "the number", bool: "the switch", type(None): "the empty value"}.get(
-        type(value), "a list" if isinstance(value, list) else "a mapping"
-    )
+    return {
+        str: "the text",
+        int: "the number",
+        float: "the number",
+        bool: "the switch",
+        type(None): "the empty value",
+    }.get(type(value), "a list" if isinstance(value, list) else "a mapping")

@@ -13,8 +13,8 @@ import torch
 
 from fedsieve.config import parse_config
 from fedsieve.errors import FedsieveError
-from fedsieve.run.checkpoint import list_checkpoints
-from fedsieve.run.experiment import resume, run
+from fedsieve.runner.checkpoint import list_checkpoints
+from fedsieve.runner.experiment import resume, run
 
 SLOW_ENOUGH = """
 name: killed
@@ -35,7 +35,7 @@ TIMES = {"seconds", "images_per_second"}
 
 # A server that has imported everything and run nothing: children start in milliseconds and inherit no threads.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["fedsieve.run.experiment", "timm", "datasets", "matplotlib", "sklearn.datasets"])
+processes.set_forkserver_preload(["fedsieve.runner.experiment", "timm", "datasets", "matplotlib", "sklearn.datasets"])
 
 
 def work(folder, overrides=(), crash_at=None):
@@ -106,13 +106,15 @@ def undisturbed(tmp_path_factory):
 def test_killed_again_and_again_at_random_moments(tmp_path, undisturbed, seed):
     expected, seconds = undisturbed
     chance = random.Random(seed)
-    for kills in range(200):
+    kills = 0
+    while kills < 200:
         process = start(tmp_path / "run")
         process.join(chance.uniform(0, 0.8 * seconds))
         if process.exitcode is not None:
             break
         os.kill(process.pid, signal.SIGKILL)
         process.join()
+        kills += 1
     assert process.exitcode == 0
     assert kills >= 1
     assert_same(outcome(tmp_path / "run"), expected)
@@ -182,7 +184,9 @@ def test_a_full_disk_ends_with_a_message_and_an_intact_checkpoint(tmp_path, tiny
     torch.set_num_threads(1)
     with monkeypatch.context() as patch:
         patch.setattr(fedsieve.files.os, "fsync", full)
-        with pytest.raises(FedsieveError, match=r"disk is full.*last checkpoint, .*ckpt, is intact.*fedsieve resume") as caught:
+        with pytest.raises(
+            FedsieveError, match=r"disk is full.*last checkpoint, .*ckpt, is intact.*fedsieve resume"
+        ) as caught:
             run(parse_config(SLOW_ENOUGH), folder)
     assert caught.value.exit_code == 1
     resume(folder)
@@ -232,7 +236,7 @@ def test_a_finished_run_is_not_run_again(tmp_path, tiny):
 
 
 def test_two_processes_cannot_share_a_run(tmp_path, tiny):
-    from fedsieve.run.experiment import _only_process
+    from fedsieve.runner.experiment import _only_process
 
     run(tiny(), tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()

@@ -83,7 +83,11 @@ def test_weights_that_do_not_fit_are_refused_with_an_example(original, tmp_path)
 def test_damaged_foreign_and_missing_files_are_refused(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{")
     (tmp_path / "text.pth").write_text("hello")
-    for name, said in (("cut.safetensors", "cannot be read"), ("text.pth", "cannot be read"), ("no.pth", "no such file")):
+    for name, said in (
+        ("cut.safetensors", "cannot be read"),
+        ("text.pth", "cannot be read"),
+        ("no.pth", "no such file"),
+    ):
         with pytest.raises(FedsieveError, match=said):
             load_classifier(config(weights=str(tmp_path / name)), 5, 224, 0)
     with pytest.raises(FedsieveError, match="holds no named tensors"):

@@ -9,8 +9,8 @@ from rich.console import Console
 from fedsieve.data.transforms import Transform
 from fedsieve.errors import FedsieveError
 from fedsieve.randomness import generator
-from fedsieve.run.progress import Display
-from fedsieve.run.setup import fit_stage, prepare
+from fedsieve.runner.progress import Display
+from fedsieve.runner.setup import fit_stage, prepare
 from fedsieve.train.loop import measure
 from fedsieve.train.schedule import learning_rate
 
@@ -28,7 +28,8 @@ def records(experiment, watch=dict):
 
 
 @pytest.mark.parametrize(
-    "extra", [[], ["data.transform=crop_flip"], ["stages.s.optimizer.nesterov=true"], ["stages.s.optimizer.clip_norm=0.5"]]
+    "extra",
+    [[], ["data.transform=crop_flip"], ["stages.s.optimizer.nesterov=true"], ["stages.s.optimizer.clip_norm=0.5"]],
 )
 def test_the_loop_equals_a_plain_one_written_out(tiny, extra):
     """The reference: torch's own modules, optimizer and scheduler-free loop, one tensor at a time."""
@@ -85,20 +86,17 @@ def test_features_computed_once_train_like_images_every_epoch(tiny, monkeypatch)
 
 def test_the_chosen_epoch_is_the_first_best_on_validation(tiny, monkeypatch):
     scores = iter([0.2, 0.5, 0.5, 0.4])
-    monkeypatch.setattr("fedsieve.run.setup.measure", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
-    kept = []
+    monkeypatch.setattr("fedsieve.runner.setup.measure", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
     setup = prepare(tiny(ONE, "stages.s.epochs=4"), quiet())
     space, state, ticks = fit_stage(setup, tiny(ONE, "stages.s.epochs=4").stages[0])
-    for tick in ticks:
-        if tick.record and not state.done:
-            kept.append(space.read(setup.model))
+    kept = [space.read(setup.model) for tick in ticks if tick.record]
     assert state.best_at == 2
     assert torch.equal(space.read(setup.model), kept[1])
 
 
 def test_early_stopping_waits_as_long_as_asked(tiny, monkeypatch):
     scores = iter([0.2, 0.5, 0.4, 0.3, 0.9])
-    monkeypatch.setattr("fedsieve.run.setup.measure", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
+    monkeypatch.setattr("fedsieve.runner.setup.measure", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
     _, _, state, found = records(tiny(ONE, "stages.s.epochs=9", "stages.s.early_stopping=2"))
     assert (len(found), state.best_at, state.done) == (4, 2, True)
 

@@ -165,7 +165,9 @@ def _read_cache(folder: Path) -> ImageSet:
         if images.shape != tuple(meta["shape"]) or len(labels) != len(images):
             raise ValueError("the arrays do not have the recorded shape")
     except (OSError, ValueError) as error:
-        raise FedsieveError(f"{folder}: the cached images are damaged ({error}). Delete the folder and run again", 1) from None
+        raise FedsieveError(
+            f"{folder}: the cached images are damaged ({error}). Delete the folder and run again", 1
+        ) from None
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), meta["class_names"], folder.name)
 
 
@@ -200,8 +202,8 @@ def _decode(config: Data, split: Split, say: Callable[[str], None]) -> Path:
 
     say(f"decoding {len(table):,} images of {config.source} ({split}), once")
     width, height = _open(next(_items(table, image_column))[0], config.source).size
-    sides = [_stored_side(config)]
-    if max(width, height) <= max(sides[0], 256):
+    sides: list[int | None] = [_stored_side(config)]
+    if max(width, height) <= max(_stored_side(config), 256):
         sides.insert(0, None)  # small images are kept as they are, if they are all of one size
     for side in sides:
         path = _cache_path(config, split, content, side, whole)
@@ -221,7 +223,9 @@ class _ManySizes(Exception):
     """The images of a table are not all of the size of the first."""
 
 
-def _fill(file: Path, shape: tuple[int, ...], table: "datasets.Dataset", column: str, side: int | None, source: str) -> None:
+def _fill(
+    file: Path, shape: tuple[int, ...], table: "datasets.Dataset", column: str, side: int | None, source: str
+) -> None:
     """Decode every image into a memory-mapped array, a bounded number at a time."""
     array = np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
 
@@ -261,7 +265,8 @@ def _open_table(config: Data, split: Split) -> tuple["datasets.Dataset", "datase
         if kind == "hub":
             raise FedsieveError(
                 f"data.source: {source} could not be loaded from the hub and no folder has that name: {_first_line(error)}\n"
-                "Offline, point data.source at a local folder, or use the embedded set: data.source=digits", 1
+                "Offline, point data.source at a local folder, or use the embedded set: data.source=digits",
+                1,
             ) from None
         _check_parquet(_data_files(Path(path)), deep=True)
         raise FedsieveError(f"data.source: {source} could not be read: {_first_line(error)}", 1) from None
@@ -355,7 +360,8 @@ def _labels(table: "datasets.Dataset", column: str, class_names: list[str], sour
     if len(wrong):
         raise FedsieveError(
             f"{source}: row {wrong[0]} has the label {table[int(wrong[0])][column]!r}, which is not one of the "
-            f"{len(class_names)} classes ({len(wrong)} such rows)", 1
+            f"{len(class_names)} classes ({len(wrong)} such rows)",
+            1,
         )
     return labels
 
@@ -383,7 +389,7 @@ def _open(item: tuple[int, Any], source: str) -> Image.Image:
     if content is None and not (name and os.path.exists(name)):
         raise FedsieveError(f"{where}: there is no image in this row", 1)
     try:
-        return Image.open(name if content is None else io.BytesIO(content))
+        return Image.open(io.BytesIO(content) if content is not None else str(name))
     except Exception as error:
         raise FedsieveError(f"{where}: not an image that can be read: {_first_line(error)}", 1) from None
 
@@ -414,13 +420,17 @@ def _held_out(labels: np.ndarray, config: Data, split: Split) -> np.ndarray:
     return train if split == "train" else test
 
 
-def keep_classes(images: ImageSet, rows: np.ndarray, classes: list[int] | None) -> tuple[np.ndarray, torch.Tensor, list[str]]:
+def keep_classes(
+    images: ImageSet, rows: np.ndarray, classes: list[int] | None
+) -> tuple[np.ndarray, torch.Tensor, list[str]]:
     """Of `rows`, those of the named classes, with their labels (renumbered in that order) and the classes' names."""
     labels = images.labels[torch.from_numpy(rows)]
     if classes is None:
         return rows, labels, images.class_names
     if max(classes) >= len(images.class_names):
-        raise FedsieveError(f"data.classes: there is no class {max(classes)}; classes are 0 to {len(images.class_names) - 1}")
+        raise FedsieveError(
+            f"data.classes: there is no class {max(classes)}; classes are 0 to {len(images.class_names) - 1}"
+        )
     number = torch.full((len(images.class_names),), -1)
     number[torch.tensor(classes)] = torch.arange(len(classes))
     labels = number[labels]

@@ -71,18 +71,19 @@ def build_classifier(config: Model, classes: int, size: int, seed: int, pretrain
                 raise FedsieveError(f"model: {config.backbone} at {size} px cannot be built: {error}") from None
             raise FedsieveError(
                 f"model.weights: {config.backbone} could not be fetched from the hub: {str(error).splitlines()[0][:200]}\n"
-                "Offline, set model.weights to a local .safetensors or .pth file", 1
+                "Offline, set model.weights to a local .safetensors or .pth file",
+                1,
             ) from None
         except (AssertionError, ValueError) as error:
             raise FedsieveError(f"model: {config.backbone} at {size} px cannot be built: {error}") from None
         # Where timm's own head has a hidden layer, num_classes=0 still gives what comes after it.
-        width = getattr(backbone, "head_hidden_size", None) or backbone.num_features
+        width: Any = getattr(backbone, "head_hidden_size", None) or backbone.num_features
         head = make_head(config, width, classes)
     for module in backbone.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "drop_prob"):
-            module.drop_prob = 0.0
+            setattr(module, "drop_prob", 0.0)  # noqa: B010
     return Classifier(backbone, head).eval()
 
 

@@ -72,7 +72,9 @@ class ParamSpace:
         """One named tensor as a view of `vector` (..., D)."""
         self._check(vector)
         index = self.names.index(name)
-        return vector[..., self.offsets[index] : self.offsets[index + 1]].view((*vector.shape[:-1], *self.shapes[index]))
+        return vector[..., self.offsets[index] : self.offsets[index + 1]].view(
+            (*vector.shape[:-1], *self.shapes[index])
+        )
 
     def read(self, model: nn.Module) -> Tensor:
         """A copy of the model's weights as a vector."""

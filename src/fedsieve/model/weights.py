@@ -53,7 +53,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file that is no pickle can fail in any way
         raise FedsieveError(
-            f"model.weights: {path} cannot be read as weights: {(str(error) or type(error).__name__).splitlines()[0][:200]}", 1
+            f"model.weights: {path} cannot be read as weights: {(str(error) or type(error).__name__).splitlines()[0][:200]}",
+            1,
         ) from None
     for name in CONTAINERS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
@@ -82,7 +83,11 @@ def load_backbone(model: Classifier, tensors: Mapping[str, Tensor], where: str) 
     misshapen = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
     problems = [
         f"{len(found)} {what}, such as {found[0]}"
-        for what, found in (("tensors are missing", missing), ("do not belong", extra), ("have another shape", misshapen))
+        for what, found in (
+            ("tensors are missing", missing),
+            ("do not belong", extra),
+            ("have another shape", misshapen),
+        )
         if found
     ]
     if problems:

@@ -131,7 +131,8 @@ def train_stage(
         if not math.isfinite(loss_sum):
             raise FedsieveError(
                 f'stage "{stage.name}" diverged in epoch {state.epoch + 1}: the loss is not finite. '
-                f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm", 1
+                f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm",
+                1,
             )
         record |= validate()
         record["seconds"] = time.perf_counter() - clock

@@ -21,20 +21,20 @@ from rich.console import Console
 from torch import Tensor
 
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
+from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic, write_json
-from fedsieve.data.store import to_rows
 from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
 from fedsieve.report.page import write_report
-from fedsieve.run.checkpoint import list_checkpoints, load_newest, save_checkpoint
-from fedsieve.run.environment import choose_device, describe_environment, device_name
-from fedsieve.run.progress import Display
-from fedsieve.run.setup import Setup, fit_stage, preflight, prepare
-from fedsieve.run.tracking import Tracker, make_trackers
+from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
+from fedsieve.runner.environment import choose_device, describe_environment, device_name
+from fedsieve.runner.progress import Display
+from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
-from fedsieve.train.loop import TENSORS, StageState, measure, predict
+from fedsieve.train.loop import StageState, measure, predict
 
 SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -44,7 +44,9 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
     """Run an experiment into a new folder and return its summary (also in summary.json)."""
     folder, display = Path(folder), display or Display(Console(), quiet=True)
     # A process killed before its first file was whole leaves only that file's hidden beginning.
-    if folder.exists() and (not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())):
+    if folder.exists() and (
+        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
+    ):
         hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
         raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
     preflight(experiment)
@@ -88,7 +90,8 @@ def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str
                 raise
             raise FedsieveError(
                 f"{error.filename or folder}: the disk is full ({error.strerror}). {_intact(folder)}Make room, then "
-                f"`fedsieve resume {folder}`", 1
+                f"`fedsieve resume {folder}`",
+                1,
             ) from None
 
 
@@ -100,7 +103,9 @@ def _intact(folder: Path) -> str:
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
-    def __init__(self, experiment: Experiment, folder: Path, display: Display, stopped: Callable[[], int | None]) -> None:
+    def __init__(
+        self, experiment: Experiment, folder: Path, display: Display, stopped: Callable[[], int | None]
+    ) -> None:
         self.experiment, self.folder, self.display, self.stopped = experiment, folder, display, stopped
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
@@ -216,7 +221,11 @@ class _Run:
         for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
             self.setup.space(stage).write(self.setup.model, theta)
         if numbers["state"]:
-            parts = {name: tensors[f"state.{name}"].to(device) for name in TENSORS if f"state.{name}" in tensors}
+            parts: dict[str, Any] = {
+                key.removeprefix("state."): tensor.to(device)
+                for key, tensor in tensors.items()
+                if key.startswith("state.")
+            }
             self.state = StageState(**parts, **numbers["state"])
         where = f"epoch {self.state.epoch + 1} of stage" if self.state else "the end of stage"
         name = self.experiment.stages[len(self.finished) - (self.state is None)].name
@@ -292,7 +301,9 @@ def load_model(folder: Path) -> tuple[Experiment, Classifier, dict[str, Any]]:
     experiment = read_experiment(folder)
     file = folder / FINAL
     if not file.exists():
-        raise FedsieveError(f"{folder}: this run is not finished, so it has no chosen model. `fedsieve resume {folder}`")
+        raise FedsieveError(
+            f"{folder}: this run is not finished, so it has no chosen model. `fedsieve resume {folder}`"
+        )
     try:
         with safetensors.safe_open(file, "pt") as content:
             metadata = {key: json.loads(value) for key, value in content.metadata().items()}

@@ -56,7 +56,9 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     """Versions, hardware and command, for environment.json."""
     described: dict[str, Any] = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["fedsieve", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "fedsieve" else " ".join(sys.argv),
+        "command": " ".join(["fedsieve", *sys.argv[1:]])
+        if Path(sys.argv[0]).stem == "fedsieve"
+        else " ".join(sys.argv),
         "fedsieve": fedsieve.__version__,
         "commit": _commit(),
         "python": platform.python_version(),

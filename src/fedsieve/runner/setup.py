@@ -21,8 +21,8 @@ from fedsieve.model.build import Classifier, check_backbone, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier, weights_file
 from fedsieve.randomness import generator
-from fedsieve.run.environment import choose_device, make_autocast, set_deterministic
-from fedsieve.run.progress import Display
+from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
+from fedsieve.runner.progress import Display
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
 
@@ -92,7 +92,9 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
     )
     if data.val_fraction and not len(held):
-        raise FedsieveError(f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on")
+        raise FedsieveError(
+            f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on"
+        )
     # Split first, choose classes second: the split is then the same whatever the classes.
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
@@ -109,7 +111,9 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         validation=Feed(store, transform, held_rows, held_labels.to(device)),
         class_names=class_names,
         data_fingerprint=images.fingerprint,
-        model=load_classifier(with_weights_file(experiment, display), len(class_names), data.size, experiment.seed).to(device),
+        model=load_classifier(with_weights_file(experiment, display), len(class_names), data.size, experiment.seed).to(
+            device
+        ),
     )
 
 
@@ -183,4 +187,3 @@ def pretraining(experiment: Experiment) -> Experiment:
 def asset(name: str) -> str:
     """The text of a file that ships inside the package."""
     return (resources.files("fedsieve") / "assets" / name).read_text(encoding="utf-8")
-

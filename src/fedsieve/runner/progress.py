@@ -4,8 +4,15 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fedsieve.train.loop import Tick
 
@@ -33,7 +40,9 @@ class Display:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bars is not None:
             self._bars.stop()
 
@@ -48,7 +57,9 @@ class Display:
         if self._bars is not None:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(stage, total=tick.steps, note="")
-            self._bars.update(self._tasks[stage], completed=tick.step, **({"note": note} if note else {}))
+            self._bars.update(self._tasks[stage], completed=tick.step)
+            if note:
+                self._bars.update(self._tasks[stage], note=note)
         elif tick.record:
             self.say(f"{stage} epoch {tick.record['epoch']}: {note}, {tick.record['seconds']:.1f} s")
 

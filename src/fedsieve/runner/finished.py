@@ -14,9 +14,9 @@ from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
 from fedsieve.model.weights import timm_tensors
 from fedsieve.report.explore import write_exploration
-from fedsieve.run.environment import choose_device, make_autocast
-from fedsieve.run.experiment import load_model
-from fedsieve.run.setup import open_split
+from fedsieve.runner.environment import choose_device, make_autocast
+from fedsieve.runner.experiment import load_model
+from fedsieve.runner.setup import open_split
 from fedsieve.train.loop import measure, predict
 
 
@@ -54,10 +54,14 @@ def export(folder: Path, to: Path, backbone_only: bool) -> str:
     try:
         timm.create_model(architecture, **options).load_state_dict(tensors)
     except (TypeError, RuntimeError) as error:
-        raise FedsieveError(f"export: timm's {architecture} does not take these weights: {str(error)[:300]}", 1) from None
+        raise FedsieveError(
+            f"export: timm's {architecture} does not take these weights: {str(error)[:300]}", 1
+        ) from None
     write_atomic(to, safetensors.torch.save(tensors, {"class_names": ",".join(metadata["class_names"])}))
     arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    return f'{to}: {to.stat().st_size:,} bytes\ntimm.create_model("{architecture}", {arguments}, checkpoint_path="{to}")'
+    return (
+        f'{to}: {to.stat().st_size:,} bytes\ntimm.create_model("{architecture}", {arguments}, checkpoint_path="{to}")'
+    )
 
 
 def explore(experiment: Experiment, folder: Path, say: Callable[[str], None]) -> Path:

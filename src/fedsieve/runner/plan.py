@@ -11,8 +11,8 @@ from fedsieve.data.sources import count_images
 from fedsieve.data.store import free_memory
 from fedsieve.model.build import build_classifier, trainable_names
 from fedsieve.model.space import ParamSpace
-from fedsieve.run.environment import device_name
-from fedsieve.run.setup import preflight
+from fedsieve.runner.environment import device_name
+from fedsieve.runner.setup import preflight
 
 
 def plan(experiment: Experiment) -> list[tuple[str, str]]:
@@ -28,8 +28,14 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
     everything = ParamSpace.of(model)
     lines = [
         ("device", f"{device_name(device)}, {size(free_memory(device))} free"),
-        ("images", f"{train:,} train, {held:,} validation, {test:,} test, {classes} classes; {size(rows * image_bytes)} stored"),
-        ("model", f"{experiment.model.backbone} at {experiment.data.size} px: {everything.size:,} weights, {size(4 * everything.size)}"),
+        (
+            "images",
+            f"{train:,} train, {held:,} validation, {test:,} test, {classes} classes; {size(rows * image_bytes)} stored",
+        ),
+        (
+            "model",
+            f"{experiment.model.backbone} at {experiment.data.size} px: {everything.size:,} weights, {size(4 * everything.size)}",
+        ),
     ]
     for stage in experiment.stages:
         space = ParamSpace.of(model, trainable_names(model, stage.train))
@@ -37,7 +43,10 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
         cached = stage.train == "head" and experiment.data.transform == "resize"
         lines += [
             (f"stage {stage.name}", f"{stage.epochs} epochs x {steps:,} steps of {stage.batch_size} images"),
-            ("  trains", f"{space.size:,} weights, {100 * space.size / everything.size:.1f} % of all (density 1: no mask)"),
+            (
+                "  trains",
+                f"{space.size:,} weights, {100 * space.size / everything.size:.1f} % of all (density 1: no mask)",
+            ),
             ("  memory", memory(model, space, stage, experiment, cached)),
             ("  bytes sent", "none: the training is central"),
         ]
@@ -45,7 +54,10 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
     total = sum(stage.epochs * math.ceil(train / stage.batch_size) for stage in experiment.stages)
     lines += [
         ("steps in all", f"{total:,}"),
-        ("disk", f"about {size(4 * (3 * largest * experiment.checkpoint.keep + everything.size))} of checkpoints and weights"),
+        (
+            "disk",
+            f"about {size(4 * (3 * largest * experiment.checkpoint.keep + everything.size))} of checkpoints and weights",
+        ),
     ]
     return lines
 

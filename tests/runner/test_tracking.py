@@ -6,7 +6,7 @@ import pytest
 
 from fedsieve.config import Experiment, Stage
 from fedsieve.errors import FedsieveError
-from fedsieve.run.tracking import TRACKERS, Tracker, make_trackers
+from fedsieve.runner.tracking import TRACKERS, Tracker, make_trackers
 
 EXPERIMENT = Experiment(name="trial", stages=[Stage(name="head"), Stage(name="backbone")])
 RECORDS = [
@@ -210,6 +210,8 @@ def test_a_failing_tracker_warns_once_and_is_switched_off(
 def test_no_tracker_is_imported_before_it_is_used() -> None:
     import subprocess
 
-    code = "import sys, fedsieve.run.tracking as t; t.make_trackers(t.TRACKERS); print({*t.TRACKERS} & {*sys.modules})"
+    code = (
+        "import sys, fedsieve.runner.tracking as t; t.make_trackers(t.TRACKERS); print({*t.TRACKERS} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -45,7 +45,11 @@ def _models(pattern: str | None) -> Entries:
     import timm
 
     tagged = timm.list_models(pattern or "*", pretrained=True)
-    bare = [name for name in timm.list_models(pattern or "*") if not any(t.startswith(f"{name}.") for t in tagged)] if pattern else []
+    bare = (
+        [name for name in timm.list_models(pattern or "*") if not any(t.startswith(f"{name}.") for t in tagged)]
+        if pattern
+        else []
+    )
     return [(name, "") for name in [*tagged, *bare]]
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsieve.run.checkpoint import list_checkpoints, load_newest, read_checkpoint, save_checkpoint
+from fedsieve.runner.checkpoint import list_checkpoints, load_newest, read_checkpoint, save_checkpoint
 
 NUMBERS = {"epoch": 3, "loss": 0.1, "best_at": None, "finished": [{"name": "head"}]}
 

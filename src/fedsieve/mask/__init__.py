@@ -1,0 +1,1 @@
+"""Which weights may train: scores, exact selection, calibration, bit-packed masks and how they overlap."""

@@ -1,0 +1,204 @@
+"""Calibration: rounds of score, freeze, score again that end in a mask of the asked sparsity.
+
+The schedule is that of iterative pruning by sensitivity (SynFlow, Tanaka et al. 2020; TaLoS, Iurada et al. 2025): the
+density after calibration round r of R is keep^((r+1)/R).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.mask.mask import Mask
+from fedsieve.mask.selection import Allocation, Granularity, check_feasible, check_request, group_ids, select
+from fedsieve.model.space import ParamSpace
+from fedsieve.randomness import generator
+
+Schedule = Literal["exponential", "linear"]
+Scale = Literal["ranks", "max"]
+KINDS = ("linear", "attention", "norm", "conv", "bias", "other")
+# Weights and biases of every layer; tokens and position embeddings stay frozen.
+LAYERS = ("linear", "attention", "norm", "conv")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which weights may train: those at one end of a score."""
+
+    score: Literal["fisher", "magnitude", "hybrid", "random"]
+    lowest: bool
+    text: str
+
+
+RULES = {
+    "least_sensitive": Rule("fisher", True, "trains the weights the output depends on least (lowest Fisher score)"),
+    "most_sensitive": Rule("fisher", False, "trains the weights the output depends on most (highest Fisher score)"),
+    "low_magnitude": Rule("magnitude", True, "trains the smallest weights (lowest |w|)"),
+    "high_magnitude": Rule("magnitude", False, "trains the largest weights (highest |w|)"),
+    "low_hybrid": Rule("hybrid", True, "trains the weights lowest in Fisher score and |w| together"),
+    "high_hybrid": Rule("hybrid", False, "trains the weights highest in Fisher score and |w| together"),
+    "random": Rule("random", True, "trains weights drawn at random, whatever the model"),
+}
+
+
+def densities(sparsity: float, rounds: int, schedule: Schedule = "exponential") -> list[float]:
+    """The density after each calibration round; the last is 1 - sparsity."""
+    if not 0 <= sparsity < 1:
+        raise FedsieveError(
+            f"mask.sparsity: {sparsity:g} is not in [0, 1): it is the fraction of maskable weights frozen"
+        )
+    if rounds < 1:
+        raise FedsieveError(f"mask.calibration_rounds: {rounds} is not 1 or more")
+    steps = [(number + 1) / rounds for number in range(rounds)]
+    if schedule == "exponential":
+        return [(1 - sparsity) ** step for step in steps]
+    if schedule == "linear":
+        return [1 - sparsity * step for step in steps]
+    raise FedsieveError(f'mask.schedule: "{schedule}" is not one of exponential, linear')
+
+
+def maskable(space: ParamSpace, model: nn.Module, kinds: Literal["all"] | Sequence[str] = LAYERS) -> Tensor:
+    """The weights that take part, bool (D,); the others stay frozen.
+
+    A layer kind takes the weights and biases of its layers: `linear` (outside attention), `attention` (its
+    projections), `norm`, `conv`. `bias` takes the biases of all of them, `other` what no layer owns: tokens, position
+    embeddings, scales. `all` takes everything; the default everything but `other`.
+    """
+    wanted = set(KINDS if kinds == "all" else [kinds] if isinstance(kinds, str) else kinds)
+    for kind in sorted(wanted - set(KINDS)):
+        raise FedsieveError(
+            f'mask.kinds: "{kind}" is not a kind.{did_you_mean(kind, KINDS)} Allowed: all, {", ".join(KINDS)}'
+        )
+    found = _kinds(model)
+    taking = torch.zeros(space.size, dtype=torch.bool)
+    for name, start, end in zip(space.names, space.offsets, space.offsets[1:], strict=False):
+        if name not in found:
+            raise FedsieveError(f"mask.kinds: the model has no parameter {name}")
+        taking[start:end] = bool(found[name] & wanted)
+    if space.size and not taking.any():
+        raise FedsieveError(f"mask.kinds: no trained weight is of kind {', '.join(sorted(wanted))}")
+    return taking
+
+
+def calibrate(
+    score: Callable[[Mask, int], Tensor],
+    space: ParamSpace,
+    *,
+    sparsity: float,
+    lowest: bool,
+    rounds: int = 1,
+    schedule: Schedule = "exponential",
+    maskable: Tensor | None = None,
+    allocation: Allocation = "global",
+    granularity: Granularity = "weight",
+    min_active_per_tensor: int = 1,
+    heads: Mapping[str, int] | None = None,
+    on_round: Callable[[int, Mask], None] | None = None,
+) -> Mask:
+    """The mask in which `sparsity` of the maskable weights (default: of all) is frozen, by `rounds` rounds of `score`.
+
+    `score(mask, round)` gives the scores (D,) of the weights still active in `mask`; what it does with the frozen ones
+    (shrink them, say) is its own affair. Round r leaves round(density_r * D_maskable) weights, exactly at weight
+    granularity and as many as whole groups allow otherwise; frozen stays frozen. Under `attention_head` only weights
+    that belong to one head are maskable. `on_round(round, mask)` hears of each result.
+    """
+    check_request(allocation, granularity)
+    taking = torch.ones(space.size, dtype=torch.bool) if maskable is None else maskable.cpu()
+    active = Mask.from_bool(space, taking)
+    if granularity != "weight":
+        active &= Mask.from_bool(space, torch.from_numpy(group_ids(space, granularity, heads) >= 0))
+    taking = active.to_bool()
+    targets = [round(density * active.count) for density in densities(sparsity, rounds, schedule)]
+    # What cannot work is refused before the first, costly scoring.
+    if granularity == "weight":
+        check_feasible(targets[-1], taking, space, min_active_per_tensor)
+    if targets[-1] < 1:
+        raise FedsieveError(f"mask.sparsity: {sparsity:g} of {active.count:,} maskable weights leaves none to train")
+    for number, k in enumerate(targets):
+        kept = select(
+            score(active, number),
+            active.to_bool(),
+            k,
+            space,
+            lowest=lowest,
+            allocation=allocation,
+            granularity=granularity,
+            min_active_per_tensor=min_active_per_tensor,
+            maskable=taking,
+            heads=heads,
+        )
+        active = Mask.from_bool(space, kept)
+        if on_round:
+            on_round(number, active)
+    return active
+
+
+def random_scores(space: ParamSpace, seed: int, *address: int | str) -> Tensor:
+    """Uniform scores (D,), the same in every calibration round: more rounds then give the same mask."""
+    return torch.from_numpy(generator(seed, "mask", *address).random(space.size, dtype=np.float32))
+
+
+def hybrid(
+    fisher: Tensor, magnitude: Tensor, among: Tensor | None = None, alpha: float = 0.5, scale: Scale = "ranks"
+) -> Tensor:
+    """alpha * fisher + (1 - alpha) * magnitude, both brought to [0, 1] over the weights in `among`; float64 (D,).
+
+    `ranks`: 0 for the lowest to 1 for the highest, equal scores sharing the mean of their ranks. `max`: divided by the
+    largest. Weights outside `among` (default: none) score 0. float64, since float32 cannot tell 22 M ranks apart.
+    """
+    if not 0 <= alpha <= 1:
+        raise FedsieveError(f"mask.alpha: {alpha:g} is not in [0, 1]")
+    if scale not in ("ranks", "max"):
+        raise FedsieveError(f'mask.scale: "{scale}" is not one of ranks, max')
+    inside = np.ones(len(fisher), dtype=np.bool_) if among is None else among.cpu().numpy()
+    to_unit = _ranks if scale == "ranks" else _over_max
+    parts = [to_unit(scores.detach().cpu().double().numpy()[inside]) for scores in (fisher, magnitude)]
+    combined = np.zeros(len(fisher))
+    combined[inside] = alpha * parts[0] + (1 - alpha) * parts[1]
+    return torch.from_numpy(combined).to(fisher.device)
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Mean ranks scaled to [0, 1]."""
+    if np.isnan(values).any():
+        raise FedsieveError("scores that are not numbers (NaN) have no rank; the model or the data is broken", 1)
+    order = np.argsort(values)
+    ordered = values[order]
+    # A run of equal values starts where a value differs from the one before, and ends where the next run starts.
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(values)])
+    lengths = np.diff(starts, append=len(values))
+    ranks = np.empty(len(values))
+    ranks[order] = np.repeat(starts + (lengths - 1) / 2, lengths)
+    return ranks / max(len(values) - 1, 1)
+
+
+def _over_max(values: np.ndarray) -> np.ndarray:
+    largest = values.max(initial=0)
+    return values / largest if largest > 0 else values
+
+
+def _kinds(model: nn.Module) -> dict[str, set[str]]:
+    """The kinds of each parameter: its layer's, and `bias` where it is one."""
+    found = {}
+    for path, module in model.named_modules():
+        attention = "attn" in path or "attention" in f"{path}.{type(module).__name__}".lower()
+        for name, _ in module.named_parameters(recurse=False):
+            kind = _layer_kind(module, attention, name)
+            bias = kind != "other" and (name == "bias" or name.endswith("_bias"))
+            found[f"{path}.{name}".lstrip(".")] = {kind, "bias"} if bias else {kind}
+    return found
+
+
+def _layer_kind(module: nn.Module, attention: bool, name: str) -> str:
+    if "norm" in type(module).__name__.lower():
+        return "norm"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "conv"
+    if isinstance(module, nn.Linear):
+        return "attention" if attention else "linear"
+    # Some attention modules own the joint projection or its bias themselves.
+    return "attention" if attention and name.endswith(("proj_weight", "_bias")) else "other"

@@ -1,0 +1,211 @@
+"""The commands as a user types them, in one process each way they can end."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import timm  # noqa: F401, named by the line under test
+import torch
+import yaml
+from tests.conftest import TINY
+
+from fedsieve.cli import main
+from fedsieve.config import parse_config
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return str(tmp_path / "tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One finished run."""
+    base = tmp_path_factory.mktemp("finished")
+    (base / "tiny.yaml").write_text(TINY)
+    fedsieve("run", base / "tiny.yaml", "--out", base / "run", "tracking=[tensorboard]")
+    return base / "run"
+
+
+def fedsieve(*words) -> int:
+    """Exit code of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code or 0
+
+
+def test_run_leaves_the_folder_it_promises(finished):
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "tensorboard",
+        "figures",
+    ):
+        assert (finished / name).exists(), name
+    summary = json.loads((finished / "summary.json").read_text())
+    keys = {"test_accuracy", "test_loss", "val_accuracy", "best_at", "seconds"}
+    assert keys | {"seed"} <= summary.keys()
+    assert set(summary["stages"]) == {"head", "backbone"}
+    assert all(keys <= stage.keys() for stage in summary["stages"].values())
+    assert summary["stages"]["backbone"]["test_accuracy"] == summary["test_accuracy"]
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["stage"], record["epoch"]) for record in records] == [
+        ("head", 1), ("head", 2), ("backbone", 1), ("backbone", 2),
+    ]  # fmt: skip
+    resolved = parse_config((finished / "config.yaml").read_text())
+    assert resolved == parse_config(TINY, ["tracking=[tensorboard]"])
+
+
+def test_a_wrong_config_ends_with_2_before_torch_is_imported(tmp_path):
+    (tmp_path / "bad.yaml").write_text("stages: [{name: a, trian: head}]")
+    code = (
+        "import sys; from fedsieve.cli import main\n"
+        "try: main(['run', 'bad.yaml'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "False"]
+    assert 'bad.yaml: stages.a.trian: unknown key. Did you mean "train"?' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("device=cuda:7", "cuda:7 is not there"),
+        ("model.backbone=vit_tinny_patch16_224", 'Did you mean "vit_tiny_patch16_224"?'),
+        ("model.weights=missing.pth", "missing.pth: no such file"),
+        ("data.source=./missing", "no such folder"),
+        ("data.val_fraction=1e-5", "leaves none to validate on"),
+        ("data.classes=[3, 99]", "no class 99"),
+        ("stages.backbone.train={last_blocks: 9}", "has 2 blocks, 9 were asked for"),
+        ("model.options={patch_size: 4, embed_dim: 16, depth: 1, num_heads: 3}", "cannot be built"),
+    ],
+)
+def test_what_cannot_run_here_ends_with_2_and_a_reason(config, tmp_path, capsys, override, said):
+    if override == "device=cuda:7" and torch.cuda.device_count() > 7:
+        pytest.skip("this machine has eight GPUs")
+    assert fedsieve("run", config, override, "--out", tmp_path / "run") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_existing_folder_is_not_overwritten(finished, config, capsys):
+    before = (finished / "summary.json").read_bytes()
+    assert fedsieve("run", config, "--out", finished) == 2
+    assert "fedsieve resume" in capsys.readouterr().err
+    assert (finished / "summary.json").read_bytes() == before
+
+
+def test_evaluate_repeats_the_test_accuracy_and_takes_other_data(finished, capsys):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert fedsieve("evaluate", finished) == 0
+    assert f"{100 * summary['test_accuracy']:.2f} %" in capsys.readouterr().out
+    assert fedsieve("evaluate", finished, "--data", "digits", "--split", "train") == 0
+    assert "1,438 images" in capsys.readouterr().out
+    assert fedsieve("evaluate", finished, "data.classes=[0, 1]") == 2
+    assert "not those of the model" in capsys.readouterr().err
+    assert fedsieve("evaluate", finished, "--split", "tset") == 2
+    assert fedsieve("evaluate", finished, "model.head=mlp") == 2
+
+
+def test_an_export_is_the_same_function_in_timm(finished, tmp_path, capsys):
+    file = tmp_path / "model.safetensors"
+    assert fedsieve("export", finished, "--to", file) == 0
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if line.startswith("timm.create_model")]
+    model = eval(line).eval()  # the very line that is shown must work
+    saved = safetensors.torch.load_file(finished / "checkpoints" / "final.safetensors")
+    assert torch.equal(model.head.weight, saved["head.weight"])
+    assert torch.equal(model.blocks[1].mlp.fc1.weight, saved["backbone.blocks.1.mlp.fc1.weight"])
+    assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
+    assert fedsieve("export", finished, "--to", tmp_path / "b.safetensors", "--backbone-only") == 0
+    assert "head.weight" not in safetensors.torch.load_file(tmp_path / "b.safetensors")
+    assert fedsieve("export", finished, "--to", tmp_path / "model.bin") == 2
+
+
+def test_a_run_folder_serves_as_pretrained_weights(finished, config, tmp_path):
+    assert fedsieve("run", config, f"model.weights={finished}", "--out", tmp_path / "next", "stages.head.epochs=1") == 0
+
+
+def test_an_unfinished_or_foreign_folder_is_refused(tmp_path, capsys):
+    for command in (["resume"], ["evaluate"], ["report"], ["export", "--to", "x.safetensors"]):
+        assert fedsieve(command[0], tmp_path, *command[1:]) == 2
+        assert "config.yaml" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text(TINY)
+    assert fedsieve("evaluate", tmp_path) == 2
+    assert "not finished" in capsys.readouterr().err
+
+
+def test_report_and_explore_write_pages(finished, config, tmp_path, capsys):
+    (finished / "report.html").unlink()
+    assert fedsieve("report", finished) == 0
+    assert "Traceback" not in (finished / "report.html").read_text()
+    assert fedsieve("report", finished, tmp_path / "missing", "--out", tmp_path / "both.html") == 0
+    assert "missing" in (tmp_path / "both.html").read_text()
+    assert fedsieve("explore", config, "--out", tmp_path / "explore") == 0
+    assert (tmp_path / "explore" / "explore.html").exists()
+
+
+def test_dry_run_prints_and_writes_nothing(config, tmp_path, capsys):
+    assert fedsieve("run", config, "--dry-run", "--out", tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    for words in ("weights", "steps", "memory", "bytes", "density"):
+        assert words in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_demo_is_an_ordinary_experiment(capsys, tmp_path):
+    assert fedsieve("demo", "--show") == 0
+    text = capsys.readouterr().out
+    assert parse_config(text).data.source == "digits"
+    yaml.safe_load(text)
+    short = ["stages.head.epochs=1", "stages.backbone.epochs=1", "model.weights=none"]
+    assert fedsieve("demo", *short, "--out", tmp_path / "demo", "--quiet") == 0
+    assert json.loads((tmp_path / "demo" / "summary.json").read_text())["stages"]["head"]["epochs"] == 1
+    assert fedsieve("demo", "stages.heed.epochs=1") == 2
+
+
+def test_digits_weights_see_no_validation_or_test_image(tiny):
+    from tests.train.test_loop import quiet
+
+    from fedsieve.runner.setup import prepare, pretraining
+
+    experiment = tiny("model.weights=digits")
+    recipe = pretraining(experiment)
+    upstream, downstream = prepare(recipe, quiet()), prepare(tiny(), quiet())
+    assert set(upstream.train.rows) <= set(downstream.train.rows)
+    assert not set(upstream.train.rows) & set(downstream.validation.rows)
+    assert set(upstream.train.labels.tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_list_shows_what_a_config_may_say(capsys):
+    assert fedsieve("list") == 0
+    kinds = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    for kind in kinds:
+        assert fedsieve("list", kind, *(["vit_small*dino"] if kind == "models" else [])) == 0
+        assert capsys.readouterr().out.strip()
+    assert fedsieve("list", "modles") == 2
+    assert 'Did you mean "models"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["", "demo", "run", "resume", "evaluate", "export", "explore", "report", "list", "bench"]
+)
+def test_help_is_everywhere(command, capsys):
+    assert fedsieve(*command.split(), "--help") == 0
+    assert len(capsys.readouterr().out) > 300
+
+
+def test_test_curves_are_recorded_and_nothing_is_selected_on_them(config, tmp_path):
+    for name, switch in (("with", "true"), ("without", "false")):
+        assert fedsieve("run", config, f"test_curve={switch}", "--out", tmp_path / name) == 0
+    one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("with", "without"))
+    assert one["test_accuracy"] == two["test_accuracy"] and one["best_at"] == two["best_at"]
+    lines = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("with", "without")]
+    assert "test_accuracy" in lines[0] and "test_accuracy" not in lines[1]
