@@ -1,6 +1,7 @@
 """What tests share: a cache of their own, and an experiment that runs in about a second."""
 
 import pytest
+import torch
 
 from fedsieve.config import Experiment, parse_config
 
@@ -18,6 +19,10 @@ stages:
   - {name: backbone, train: backbone, epochs: 2, batch_size: 200, optimizer: {lr: 0.05, weight_decay: 1e-4}}
 tracking: []
 """
+
+
+# The networks of the tests are too small to share among threads, which would only wait for each other.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -122,12 +122,13 @@ def _free_folder(name: str) -> Path:
 def _show_summary(summary: dict[str, Any], folder: Path) -> None:
     table = Table(title=f"{summary['name']}, seed {summary['seed']}, {summary['device']}", title_justify="left")
     table.add_column("stage")
-    for column in ("trained weights", "chosen epoch", "validation", "test", "seconds"):
+    for column in ("weights", "active", "chosen epoch", "validation", "test", "seconds"):
         table.add_column(column, justify="right")
     for name, stage in summary["stages"].items():
         table.add_row(
             name,
             f"{stage['trained']:,}",
+            f"{stage.get('active', stage['trained']):,}",
             f"{stage['best_at']} of {stage['epochs']}",
             _percent(stage["val_accuracy"]),
             _percent(stage["test_accuracy"]),
@@ -182,16 +183,27 @@ def evaluate(
 
 @app.command()
 def export(
-    folder: RunFolder,
+    source: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A finished run folder, or a patch.", show_default=False)
+    ],
     to: Annotated[
         Path, typer.Option("--to", metavar="FILE", help="The .safetensors file to write.", show_default=False)
     ],
     backbone_only: Annotated[bool, typer.Option("--backbone-only", help="Leave the head out.")] = False,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="Only what changed: a patch on the pretrained weights, and the head.")
+    ] = False,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="For a patch: where its pretrained weights are now.", show_default=False),
+    ] = None,
 ) -> None:
-    """Write a finished run's model as a safetensors file that timm loads."""
+    """Write a finished run's model as a safetensors file that timm loads, or as a patch; or lay a patch on its base."""
     from fedsieve.runner.finished import export as export_run
+    from fedsieve.runner.progress import Display
 
-    console.print(export_run(folder, to, backbone_only), highlight=False, soft_wrap=True)
+    said = export_run(source, to, backbone_only, sparse, weights, Display(console))
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -225,6 +237,68 @@ def report(
     else:
         page = write_comparison(folders, out or Path("comparison.html"))
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+mask_app = typer.Typer(
+    no_args_is_help=True, help="Look at masks: which weights of a model may train.", rich_markup_mode="markdown"
+)
+app.add_typer(mask_app, name="mask")
+Page = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", help="Also write a page with pictures.", show_default=False),
+]
+
+
+@mask_app.command("show")
+def mask_show(
+    file: Annotated[Path, typer.Argument(metavar="MASK", help="A mask file, such as RUN/masks/STAGE.safetensors.")],
+    out: Page = None,
+) -> None:
+    """Where a mask's active weights are, block by block."""
+    from fedsieve.mask.mask import Mask
+    from fedsieve.report.masks import mask_rows, write_mask_page
+
+    mask = Mask.load(file)
+    table = Table(title=f"{file.stem}, id {mask.id}", title_justify="left")
+    table.add_column("block")
+    for column in ("tensors", "weights", "active", "share", "emptied", "frozen"):
+        table.add_column(column, justify="right")
+    for row in mask_rows(mask):
+        values = (row.tensors, row.weights, row.active)
+        table.add_row(row.block, *(f"{v:,}" for v in values), _percent(row.share), str(row.emptied), str(row.frozen))
+    console.print(table)
+    console.print(f"{mask.count:,} of {mask.space.size:,} weights active ({_percent(mask.density)})", highlight=False)
+    if out is not None:
+        console.print(f"page: {write_mask_page({file.stem: mask}, out)}", highlight=False, soft_wrap=True)
+
+
+@mask_app.command("diff")
+def mask_diff(
+    files: Annotated[list[Path], typer.Argument(metavar="MASK MASK...", help="Two masks, or more for a page.")],
+    out: Page = None,
+) -> None:
+    """What masks share: block by block for two, with the overlap that chance would give; pictures for any number."""
+    from fedsieve.mask.mask import Mask
+    from fedsieve.mask.overlap import jaccard
+    from fedsieve.report.masks import diff_rows, write_mask_page
+
+    if len(files) < 2 or (len(files) > 2 and out is None):
+        raise FedsieveError("mask diff: name two masks, or more together with --out FILE for a page")
+    masks = {str(file): Mask.load(file) for file in files}
+    if len(files) == 2:
+        one, two = masks.values() if len(masks) == 2 else 2 * list(masks.values())
+        table = Table(title=f"{files[0]} against {files[1]}", title_justify="left")
+        table.add_column("block")
+        for column in ("in both", "only the first", "only the second", "Jaccard", "by chance"):
+            table.add_column(column, justify="right")
+        for row in diff_rows(one, two):
+            shares = ("-" if value != value else f"{value:.3f}" for value in (row.jaccard, row.chance))
+            table.add_row(row.block, f"{row.both:,}", f"{row.only_a:,}", f"{row.only_b:,}", *shares)
+        console.print(table)
+        same = "equal masks" if one == two else f"Jaccard {jaccard(one, two):.3f} over all weights"
+        console.print(same, highlight=False)
+    if out is not None:
+        console.print(f"page: {write_mask_page(masks, out)}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -19,6 +19,12 @@ Normalize = Literal["data", "imagenet", "half"]
 Interpolation = Literal["bilinear", "bicubic"]
 Part = Literal["head", "backbone", "all"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+RuleName = Literal[
+    "least_sensitive", "most_sensitive", "low_magnitude", "high_magnitude", "low_hybrid", "high_hybrid", "random"
+]
+Granularity = Literal["weight", "row", "attention_head", "block"]
+Allocation = Literal["global", "tensor", "block"]
+LayerKind = Literal["linear", "attention", "norm", "conv", "bias", "other"]
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -89,13 +95,53 @@ class Model(Strict):
 
 
 class Optimizer(Strict):
-    """SGD with momentum."""
+    """SGD with momentum, or AdamW; of a sparse stage, on the weights of its mask alone."""
 
+    kind: Literal["sgd", "adamw"] = "sgd"
     lr: Annotated[float, Field(gt=0)] = 0.01
     momentum: Fraction = 0.9
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    beta2: Fraction = Field(0.999, description="adamw's second momentum; `momentum` is its first")
     nesterov: bool = False
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(None, description="largest L2 norm of a gradient")
+    rescale: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="bring a masked gradient to the norm of the whole one, multiplying it by this at most"
+    )
+
+
+class Fisher(Strict):
+    """How sensitivity is measured."""
+
+    samples: Positive = Field(1024, description="training images that are scored, drawn by the seed")
+    per: Literal["sample", "batch"] = Field(
+        "sample", description="batch squares a batch's mean gradient: cheaper, biased low"
+    )
+    batch_size: Positive = Field(64, description="for per: batch")
+    labels: bool = Field(False, description="score with the data's labels instead of labels drawn from the model")
+    target: Literal["log_prob", "logit"] = Field("log_prob", description="what is differentiated")
+
+
+class Sieve(Strict):
+    """Which weights may train."""
+
+    rule: RuleName = "least_sensitive"
+    sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description="the share of maskable weights that is frozen"
+    )
+    calibration_rounds: Positive = 1
+    schedule: Literal["exponential", "linear"] = Field("exponential", description="the density over calibration rounds")
+    granularity: Granularity = "weight"
+    allocation: Allocation = Field("global", description="one threshold, or the same density in each tensor or block")
+    kinds: Literal["default", "all"] | list[LayerKind] = Field(
+        "default", description="layer kinds that take part; all adds tokens and position embeddings"
+    )
+    min_active_per_tensor: Annotated[int, Field(ge=0)] = 1
+    shrink: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="frozen weights are multiplied by it while scoring, after the first calibration round"
+    )
+    alpha: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="the share of sensitivity in hybrid rules")
+    scale: Literal["ranks", "max"] = Field("ranks", description="how hybrid rules make two scores comparable")
+    fisher: Fisher = Fisher()
 
 
 class LastBlocks(Strict):
@@ -118,6 +164,8 @@ class Stage(Strict):
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     early_stopping: Positive | None = Field(None, description="stop after so many epochs without a better one")
+    sparse: bool = Field(False, description="only the weights of a calibrated mask train")
+    mask: Sieve | None = Field(None, description="this stage's own mask; makes the stage sparse")
 
     @model_validator(mode="after")
     def _check(self) -> "Stage":
@@ -125,6 +173,8 @@ class Stage(Strict):
             raise ValueError(f"warmup_epochs ({self.warmup_epochs:g}) is longer than the stage ({self.epochs} epochs)")
         if self.optimizer.nesterov and self.optimizer.momentum == 0:
             raise ValueError("optimizer.nesterov needs optimizer.momentum above 0")
+        if self.optimizer.nesterov and self.optimizer.kind == "adamw":
+            raise ValueError("optimizer.nesterov goes with kind: sgd")
         return self
 
 
@@ -150,6 +200,7 @@ class Experiment(Strict):
     test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
     data: Data = Data()
     model: Model = Model()
+    mask: Sieve | None = Field(None, description="the mask of every sparse stage that has none of its own")
     stages: Annotated[list[Stage], Field(min_length=1)]
     tracking: list[TrackerName] = ["tensorboard"]
     checkpoint: Checkpoints = Checkpoints()
@@ -166,9 +217,17 @@ class Experiment(Strict):
                     f"stages.{stage.name}.early_stopping needs validation data, but data.val_fraction is 0. "
                     "Set a fraction or drop early_stopping"
                 )
+            if stage.sparse and not (stage.mask or self.mask):
+                raise ValueError(f"stages.{stage.name}.sparse needs a mask: give one at the top or on the stage")
+        if self.mask and not any(stage.sparse and not stage.mask for stage in self.stages):
+            raise ValueError("mask is given, but no stage takes it: set sparse: true on a stage")
         if self.model.weights == "digits" and self.data.source != "digits":
             raise ValueError('model.weights is "digits", which goes only with data.source: digits')
         return self
+
+    def mask_of(self, stage: Stage) -> Sieve | None:
+        """The mask settings of a stage; None where every weight of the stage trains."""
+        return stage.mask or (self.mask if stage.sparse else None)
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------

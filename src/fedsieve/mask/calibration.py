@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedsieve.errors import FedsieveError, did_you_mean
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.selection import Allocation, Granularity, check_feasible, check_request, group_ids, select
+from fedsieve.mask.selection import Allocation, Granularity, can_last, check_request, group_ids, ordered, select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 
@@ -108,16 +108,22 @@ def calibrate(
     """
     check_request(allocation, granularity)
     taking = torch.ones(space.size, dtype=torch.bool) if maskable is None else maskable.cpu()
-    active = Mask.from_bool(space, taking)
     if granularity != "weight":
-        active &= Mask.from_bool(space, torch.from_numpy(group_ids(space, granularity, heads) >= 0))
-    taking = active.to_bool()
-    targets = [round(density * active.count) for density in densities(sparsity, rounds, schedule)]
-    # What cannot work is refused before the first, costly scoring.
-    if granularity == "weight":
-        check_feasible(targets[-1], taking, space, min_active_per_tensor)
+        taking = taking & torch.from_numpy(group_ids(space, granularity, heads) >= 0)
+    total = int(taking.sum())
+    targets = [round(density * total) for density in densities(sparsity, rounds, schedule)]
     if targets[-1] < 1:
-        raise FedsieveError(f"mask.sparsity: {sparsity:g} of {active.count:,} maskable weights leaves none to train")
+        raise FedsieveError(f"mask.sparsity: {sparsity:g} of {total:,} maskable weights leaves none to train")
+    # What cannot work is refused before the first, costly scoring.
+    lasting = can_last(
+        targets[-1],
+        taking,
+        space,
+        granularity=granularity,
+        min_active_per_tensor=min_active_per_tensor,
+        heads=heads,
+    )
+    active = Mask.from_bool(space, lasting)
     for number, k in enumerate(targets):
         kept = select(
             score(active, number),
@@ -148,7 +154,8 @@ def hybrid(
     """alpha * fisher + (1 - alpha) * magnitude, both brought to [0, 1] over the weights in `among`; float64 (D,).
 
     `ranks`: 0 for the lowest to 1 for the highest, equal scores sharing the mean of their ranks. `max`: divided by the
-    largest. Weights outside `among` (default: none) score 0. float64, since float32 cannot tell 22 M ranks apart.
+    largest. Weights outside `among` (bool (D,); default: all are inside) score 0. float64, since float32 cannot tell
+    22 M ranks apart.
     """
     if not 0 <= alpha <= 1:
         raise FedsieveError(f"mask.alpha: {alpha:g} is not in [0, 1]")
@@ -156,23 +163,26 @@ def hybrid(
         raise FedsieveError(f'mask.scale: "{scale}" is not one of ranks, max')
     inside = np.ones(len(fisher), dtype=np.bool_) if among is None else among.cpu().numpy()
     to_unit = _ranks if scale == "ranks" else _over_max
-    parts = [to_unit(scores.detach().cpu().double().numpy()[inside]) for scores in (fisher, magnitude)]
+    parts = [scores.detach().cpu().float().numpy()[inside] for scores in (fisher, magnitude)]
+    if any(np.isnan(part).any() for part in parts):
+        raise FedsieveError("some scores are not numbers (NaN); the model or the data is broken", 1)
     combined = np.zeros(len(fisher))
-    combined[inside] = alpha * parts[0] + (1 - alpha) * parts[1]
+    combined[inside] = alpha * to_unit(parts[0]) + (1 - alpha) * to_unit(parts[1])
     return torch.from_numpy(combined).to(fisher.device)
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
     """Mean ranks scaled to [0, 1]."""
-    if np.isnan(values).any():
-        raise FedsieveError("scores that are not numbers (NaN) have no rank; the model or the data is broken", 1)
-    order = np.argsort(values)
-    ordered = values[order]
-    # A run of equal values starts where a value differs from the one before, and ends where the next run starts.
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(values)])
+    # Zero has two signs and one rank; the place rides along in the low bits, since sorting whole numbers is faster
+    # than argsort.
+    keys = (ordered(values + 0.0).astype(np.uint64) << np.uint64(32)) | np.arange(len(values), dtype=np.uint64)
+    keys.sort()
+    places, scores = keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
+    # A run of equal scores starts where one differs from that before, and ends where the next run starts.
+    starts = np.flatnonzero(np.diff(scores, prepend=~scores[:1]))
     lengths = np.diff(starts, append=len(values))
     ranks = np.empty(len(values))
-    ranks[order] = np.repeat(starts + (lengths - 1) / 2, lengths)
+    ranks[places] = np.repeat(starts + (lengths - 1) / 2, lengths)
     return ranks / max(len(values) - 1, 1)
 
 

@@ -90,7 +90,7 @@ class Mask:
 
     def indices(self) -> Tensor:
         """The active weights' places, ascending, int64 (k,)."""
-        return self.to_bool().nonzero().squeeze(1)
+        return torch.from_numpy(np.flatnonzero(self.to_bool().numpy()))
 
     def tensor(self, name: str) -> Tensor:
         """The bool mask of one named tensor, in its shape. Only its part is unpacked."""

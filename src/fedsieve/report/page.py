@@ -6,14 +6,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ValidationError
 
+from fedsieve.errors import FedsieveError
+from fedsieve.mask.mask import Mask
 from fedsieve.report import figures
 from fedsieve.report.folder import Predictions, RunFolder, read_run
 from fedsieve.report.html import TILE, figure, flatten, render, save, tile
+from fedsieve.report.masks import Allocation
 
 WORST_CONFUSIONS = 12
 ALL_BARS = 40  # up to so many classes every one has a bar; beyond, the best and the worst
 SOME_BARS = 15
+
+
+class Sieved(BaseModel):
+    """What summary.json says of a stage's mask; all None where the stage was dense."""
+
+    sparsity: float | None = None  # of the maskable weights
+    active: int | None = None
+    mask_id: str | None = None
+    rule: str | None = None
+    calibration_seconds: float | None = None
+
+
+class _Stages(BaseModel):
+    stages: dict[str, Sieved] = {}
 
 
 def write_report(folder: Path) -> Path:
@@ -21,7 +39,10 @@ def write_report(folder: Path) -> Path:
     run = read_run(folder)
     drawings = _curves(run)
     classes = _classes(run.predictions) if run.predictions else None
-    for name, svg in {**drawings, **(classes["drawings"] if classes else {})}.items():
+    sieved, damage = _sieved(run)
+    masks = _masks(run, sieved, damage)
+    mask_drawings = {f"mask-{mask.name}-{part}": svg for mask in masks for part, svg in mask.drawings.items()}
+    for name, svg in {**drawings, **mask_drawings, **(classes["drawings"] if classes else {})}.items():
         save(folder / "figures" / f"{name}.svg", svg)
     if run.predictions and len(run.predictions.sample_rows):
         right = (run.predictions.labels == run.predictions.predicted)[run.predictions.sample_rows]
@@ -30,6 +51,10 @@ def write_report(folder: Path) -> Path:
     page = render(
         "report.html",
         run=run,
+        problems=[*run.problems, *damage],
+        sieved=sieved,
+        masks=masks,
+        dense=Sieved(),
         summary=run.summary,
         last=run.epochs[-1] if run.epochs else None,
         planned=sum(stage.epochs for stage in run.experiment.stages),
@@ -43,6 +68,37 @@ def write_report(folder: Path) -> Path:
         folder=shlex.quote(run.name),
     )
     return save(folder / "report.html", page)
+
+
+def _sieved(run: RunFolder) -> tuple[dict[str, Sieved], list[str]]:
+    """What the summary says of each stage's mask, and what is wrong with it."""
+    if run.summary is None:
+        return {}, []  # not written yet, or damaged, which is told already
+    try:
+        return _Stages.model_validate_json((run.path / "summary.json").read_bytes()).stages, []
+    except ValidationError as error:
+        first = error.errors()[0]
+        return {}, [f"summary.json is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}"]
+
+
+def _masks(run: RunFolder, sieved: dict[str, Sieved], damage: list[str]) -> list[Allocation]:
+    """The masks of the sparse stages, in the order of the stages; a damaged file becomes a sentence in `damage`."""
+    order = {stage.name: number for number, stage in enumerate(run.experiment.stages)}
+    settings = {stage.name: run.experiment.mask_of(stage) for stage in run.experiment.stages}
+    masks = []
+    files = (run.path / "masks").glob("*.safetensors")
+    for path in sorted(files, key=lambda path: (order.get(path.stem, len(order)), path.stem)):
+        try:
+            mask = Mask.load(path)
+        except FedsieveError as error:
+            damage.append(str(error).replace(str(path), f"masks/{path.name}"))
+            continue
+        told = sieved.get(path.stem, Sieved()).mask_id
+        if told and not mask.id.startswith(told):
+            damage.append(f"masks/{path.name} is not the mask of the run: its id is {mask.id}, the summary's {told}")
+        setting = settings.get(path.stem)
+        masks.append(Allocation(path.stem, mask, max(1, setting.min_active_per_tensor) if setting else 1))
+    return masks
 
 
 def _curves(run: RunFolder) -> dict[str, str]:

@@ -17,13 +17,13 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic, write_json
+from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
@@ -35,6 +35,7 @@ from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, measure, predict
+from fedsieve.train.sieve import make_mask
 
 SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -42,7 +43,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json)."""
-    folder, display = Path(folder), display or Display(Console(), quiet=True)
+    folder, display = Path(folder), display or Display.silent()
     # A process killed before its first file was whole leaves only that file's hidden beginning.
     if folder.exists() and (
         not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
@@ -61,7 +62,7 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
 
 def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
-    folder, display = Path(folder), display or Display(Console(), quiet=True)
+    folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     summary = folder / "summary.json"
     if summary.exists():
@@ -146,9 +147,11 @@ class _Run:
         """Every stage that is not over yet."""
         test = self.setup.test_feed() if self.experiment.test_curve else None
         for stage in self.experiment.stages[len(self.finished) :]:
-            space, self.state, ticks = fit_stage(
-                self.setup, stage, self.state, (lambda: self._test(test)) if test is not None else dict
-            )
+            began = time.perf_counter()
+            mask = self._mask(stage)
+            sieved = time.perf_counter() - began
+            watch = (lambda: self._test(test)) if test is not None else dict
+            space, self.state, ticks = fit_stage(self.setup, stage, self.state, watch, mask)
             for tick in ticks:
                 self.ticks += 1
                 if tick.record:
@@ -161,6 +164,7 @@ class _Run:
                 self.display.step(stage.name, tick)
                 if not self.state.done:
                     self._maybe_save(stage)
+            self.setup.release()
             self.chosen.append(space.read(self.setup.model))
             self.finished.append(
                 {
@@ -172,9 +176,45 @@ class _Run:
                     "seconds": self.state.seconds,
                     "trained": space.size,
                 }
+                | ({} if mask is None else self._describe(mask, stage, sieved))
             )
             self.state = None
             self._save()
+
+    def _mask(self, stage: Stage) -> Mask | None:
+        """The mask of a sparse stage: calibrated on the weights the stage starts from, and kept in the run folder."""
+        sieve = self.experiment.mask_of(stage)
+        if sieve is None:
+            return None
+        space, file = self.setup.space(stage), self.folder / "masks" / f"{stage.name}.safetensors"
+        if file.exists():
+            try:
+                return Mask.load(file, space)
+            except FedsieveError as error:
+                self.display.say(f"{error}; calibrating again")
+
+        def said(number: int, mask: Mask) -> None:
+            rounds = f"calibration round {number + 1} of {sieve.calibration_rounds}"
+            self.display.say(f"{stage.name}: {rounds}, {mask.count:,} of {space.size:,} weights active")
+
+        setup = self.setup
+        mask = make_mask(sieve, setup.model, space, setup.train, self.experiment.seed, stage.name, setup.autocast, said)
+        file.parent.mkdir(exist_ok=True)
+        mask.save(file)
+        return mask
+
+    def _describe(self, mask: Mask, stage: Stage, seconds: float) -> dict[str, Any]:
+        """What the summary says of a mask."""
+        sieve = self.experiment.mask_of(stage)
+        assert sieve is not None
+        return {
+            "rule": sieve.rule,
+            "sparsity": sieve.sparsity,
+            "active": mask.count,
+            "active_share": mask.count / sum(parameter.numel() for parameter in self.setup.model.parameters()),
+            "mask_id": mask.id,
+            "calibration_seconds": seconds,
+        }
 
     def _maybe_save(self, stage: Stage) -> None:
         """Save when it is time, or when the process was asked to stop; then stop."""
@@ -221,12 +261,8 @@ class _Run:
         for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
             self.setup.space(stage).write(self.setup.model, theta)
         if numbers["state"]:
-            parts: dict[str, Any] = {
-                key.removeprefix("state."): tensor.to(device)
-                for key, tensor in tensors.items()
-                if key.startswith("state.")
-            }
-            self.state = StageState(**parts, **numbers["state"])
+            parts = {key.removeprefix("state."): tensor for key, tensor in tensors.items() if key.startswith("state.")}
+            self.state = StageState.restore(numbers["state"], parts, device)
         where = f"epoch {self.state.epoch + 1} of stage" if self.state else "the end of stage"
         name = self.experiment.stages[len(self.finished) - (self.state is None)].name
         self.display.say(f"resuming at {where} {name}, step {self.ticks:,}")

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
+import torch
 
 from fedsieve.config import Experiment, parse_config, to_yaml
 from fedsieve.data.exploration import explore as explore_images
-from fedsieve.data.sources import Split, kind_of, load_images
+from fedsieve.data.sources import Split, keep_classes, kind_of, load_images
 from fedsieve.data.transforms import make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
@@ -16,6 +18,8 @@ from fedsieve.model.weights import timm_tensors
 from fedsieve.report.explore import write_exploration
 from fedsieve.runner.environment import choose_device, make_autocast
 from fedsieve.runner.experiment import load_model
+from fedsieve.runner.patch import load_patch, save_patch
+from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import open_split
 from fedsieve.train.loop import measure, predict
 
@@ -38,13 +42,25 @@ def evaluate(folder: Path, overrides: list[str], split: Split) -> dict[str, Any]
     }
 
 
-def export(folder: Path, to: Path, backbone_only: bool) -> str:
-    """Write the model in timm's names, make sure that timm takes it, and say how to load it."""
+def export(source: Path, to: Path, backbone_only: bool, sparse: bool, weights: str | None, display: Display) -> str:
+    """Write the model of a run folder or of a patch, and say what was written and how to load it.
+
+    The file has timm's names, and it is made sure that timm takes it; with `sparse` it is a patch on the pretrained
+    weights.
+    """
     import timm
 
     if to.suffix != ".safetensors":
         raise FedsieveError(f"--to: {to} should end in .safetensors")
-    experiment, model, metadata = load_model(folder)
+    if sparse and (backbone_only or source.is_file()):
+        raise FedsieveError("--sparse makes a patch of a run folder, head included: it goes with no other choice")
+    if sparse:
+        mask = save_patch(source, to, display)
+        share = f"{mask.count:,} of {mask.space.size:,} backbone weights changed ({100 * mask.density:.1f} %)"
+        return f"{to}: {to.stat().st_size:,} bytes; {share}\n`fedsieve export {to} --to FULL.safetensors` lays it on the pretrained weights"
+    if weights and not source.is_file():
+        raise FedsieveError("--weights goes with a patch: a run folder has all its weights")
+    experiment, model, metadata = load_patch(source, weights, display) if source.is_file() else load_model(source)
     classes = 0 if backbone_only else len(metadata["class_names"])
     tensors = timm_tensors(model, with_head=not backbone_only)
     options: dict[str, Any] = {"num_classes": classes, **experiment.model.options}
@@ -68,5 +84,9 @@ def explore(experiment: Experiment, folder: Path, say: Callable[[str], None]) ->
     """A page about the training images, and the numbers behind it."""
     kind_of(experiment.data.source)
     images = load_images(experiment.data, "train", say)
-    found = explore_images(images.images, images.labels, images.class_names, experiment.seed)
-    return write_exploration(found, images.images, f"{experiment.name}: {experiment.data.source}", folder)
+    pixels, rows = images.images, np.arange(len(images))
+    rows, labels, class_names = keep_classes(images, rows, experiment.data.classes)
+    if experiment.data.classes is not None:
+        pixels = pixels[torch.from_numpy(rows)]
+    found = explore_images(pixels, labels, class_names, experiment.seed)
+    return write_exploration(found, pixels, f"{experiment.name}: {experiment.data.source}", folder)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
-from fedsieve.config import Interpolation, Model, Normalize, Stage, TrackerName, Transform
+from fedsieve.config import Allocation, Granularity, Interpolation, Model, Normalize, Stage, TrackerName, Transform
 from fedsieve.data.sources import EMBEDDED
 
 Entries = Iterable[tuple[str, str]]
@@ -38,6 +38,17 @@ WEIGHTS = {
     "FILE": ".safetensors or .pth in timm's names, or a file of the DINO release",
     "DIR": "the backbone of a finished run folder",
 }
+GRANULARITY = {
+    "weight": "single weights; the gradient is still computed whole",
+    "row": "rows of matrices: a frozen row's weight gradient is not computed",
+    "attention_head": "attention heads; everything else is frozen",
+    "block": "whole transformer blocks: a frozen prefix needs no backward pass",
+}
+ALLOCATION = {
+    "global": "one threshold for the model",
+    "tensor": "the same density in each tensor",
+    "block": "the same density in each block",
+}
 HEADS = {"linear": "one linear layer", "mlp": "a hidden layer of `model.hidden` units, GELU, a linear layer"}
 
 
@@ -62,6 +73,12 @@ def _texts(texts: dict[str, str]) -> Callable[[str | None], Entries]:
     return lambda _: texts.items()
 
 
+def _rules(_: str | None) -> Entries:
+    from fedsieve.mask.calibration import RULES
+
+    return [(name, rule.text) for name, rule in RULES.items()]
+
+
 LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
     "models": ("model.backbone: timm classifiers with weights on the hub (add a PATTERN for others)", _models),
     "weights": ("model.weights: where pretrained weights come from", _texts(WEIGHTS)),
@@ -70,6 +87,9 @@ LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
     "transforms": ("data.transform: what happens to images", _words(Transform, TRANSFORMS)),
     "normalize": ("data.normalize: how colours are scaled", _words(Normalize, NORMALIZE)),
     "interpolation": ("data.interpolation: how images are resized", _words(Interpolation)),
+    "rules": ("mask.rule: which weights may train", _rules),
+    "granularity": ("mask.granularity: what is frozen together", _words(Granularity, GRANULARITY)),
+    "allocation": ("mask.allocation: how the active weights are shared out", _words(Allocation, ALLOCATION)),
     "parts": ("stages.train: what a stage trains", _texts(PARTS)),
     "schedules": ("stages.schedule: the learning rate over a stage", _words(Stage.model_fields["schedule"].annotation)),
     "trackers": ("tracking: where metrics go beside metrics.jsonl", _words(TrackerName)),

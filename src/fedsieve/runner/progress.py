@@ -26,6 +26,11 @@ class Display:
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
+    @classmethod
+    def silent(cls) -> "Display":
+        """One that shows nothing, for callers who only want the result."""
+        return cls(Console(), quiet=True)
+
     def __enter__(self) -> "Display":
         if self.console.is_terminal and not self.quiet:
             self._bars = Progress(

@@ -17,6 +17,7 @@ from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
+from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, check_backbone, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier, weights_file
@@ -25,6 +26,7 @@ from fedsieve.runner.environment import choose_device, make_autocast, set_determ
 from fedsieve.runner.progress import Display
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
+from fedsieve.train.savings import spare_frozen
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -52,10 +54,17 @@ class Setup:
     class_names: list[str]
     data_fingerprint: str
     model: Classifier
+    undo: Callable[[], None] | None = None  # of what the stage under way did to the model
 
     def test_feed(self) -> Feed:
         """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
         return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device)
+
+    def release(self) -> None:
+        """Give the model its own forward pass back, which a sparse stage may have changed."""
+        if self.undo is not None:
+            self.undo()
+            self.undo = None
 
     def space(self, stage: Stage) -> ParamSpace:
         return ParamSpace.of(self.model, trainable_names(self.model, stage.train))
@@ -125,14 +134,22 @@ def statistics(data: Data, images: Tensor, rows: np.ndarray) -> Statistics:
 
 
 def fit_stage(
-    setup: Setup, stage: Stage, state: StageState | None = None, watch: Callable[[], dict[str, float]] = dict
+    setup: Setup,
+    stage: Stage,
+    state: StageState | None = None,
+    watch: Callable[[], dict[str, float]] = dict,
+    mask: Mask | None = None,
 ) -> tuple[ParamSpace, StageState, Iterator[Tick]]:
     """Start a stage, or continue it from `state`: its space, its living state, and the steps to iterate over.
 
     `watch` adds numbers to every epoch's record that nothing is selected on.
     """
     space = setup.space(stage)
+    setup.release()
     theta = space.bind(setup.model)
+    if mask is not None:
+        mask.check(space)
+        setup.undo = spare_frozen(setup.model, mask)
     state = state or StageState.start(theta.detach().clone())
     train, validation, forward = setup.train, setup.validation, setup.model.__call__
     if stage.train == "head" and not setup.transform.random:
@@ -146,7 +163,7 @@ def fit_stage(
     def validate() -> dict[str, float]:
         return setup.validate(forward, validation) | watch()
 
-    steps = train_stage(stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast)
+    steps = train_stage(stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask)
     return space, state, steps
 
 

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsieve.config import Stage
+from fedsieve.config import Optimizer, Stage
 from fedsieve.errors import FedsieveError
+from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
+from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
 from fedsieve.train.schedule import learning_rate
 
 EVALUATION_BATCH = 500
@@ -25,11 +27,11 @@ EVALUATION_BATCH = 500
 
 @dataclass
 class StageState:
-    """Where a stage stands. `theta`, `momentum` and `best` are vectors of its ParamSpace."""
+    """Where a stage stands. `theta` and `best` are vectors of its ParamSpace."""
 
     theta: Tensor
-    momentum: Tensor
     sums: Tensor  # loss and correct answers over the epoch under way, (2,) float64
+    optimizer: dict[str, Tensor] = field(default_factory=dict)  # its buffers, one entry per weight that trains
     best: Tensor | None = None  # the chosen epoch's weights; None until an epoch was validated
     epoch: int = 0  # whole epochs done
     step: int = 0  # steps done in the epoch under way
@@ -40,17 +42,29 @@ class StageState:
 
     @classmethod
     def start(cls, theta: Tensor) -> "StageState":
-        return cls(theta, torch.zeros_like(theta), torch.zeros(2, dtype=torch.float64, device=theta.device))
+        return cls(theta, torch.zeros(2, dtype=torch.float64, device=theta.device))
 
     def numbers(self) -> dict[str, Any]:
         """Everything but the tensors."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in TENSORS}
+        return {name: getattr(self, name) for name in (item.name for item in fields(self)) if name not in TENSORS}
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
+        """All tensors, by names that `restore` understands."""
+        own = {name: getattr(self, name) for name in ("theta", "sums", "best")}
+        own |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.items()}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    @classmethod
+    def restore(cls, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> "StageState":
+        """The state that gave these `numbers()` and `tensors()`."""
+        # A count of steps, which has no dimension, stays on the host, where the optimizer reads it.
+        moved = {name: tensor.to(device) if tensor.dim() else tensor for name, tensor in tensors.items()}
+        optimizer = {name.removeprefix("optimizer."): t for name, t in moved.items() if name.startswith("optimizer.")}
+        own: dict[str, Any] = {name: t for name, t in moved.items() if not name.startswith("optimizer.")}
+        return cls(**own, optimizer=optimizer, **numbers)
 
 
-TENSORS = ("theta", "momentum", "sums", "best")
+TENSORS = ("theta", "sums", "best", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -71,25 +85,18 @@ def train_stage(
     validate: Callable[[], dict[str, float]],
     seed: int,
     autocast: Autocast,
+    mask: Mask | None = None,
 ) -> Iterator[Tick]:
     """Train until the stage is done, yielding after every step with `state` ready to be saved.
 
-    `theta` is the bound vector of the parameters that train (`ParamSpace.bind`). At the end it holds the weights of
+    Only the weights of `mask` move; without one, all. `theta` is the bound vector of the parameters that train (`ParamSpace.bind`). At the end it holds the weights of
     the epoch with the best `val_accuracy` of `validate()`, or of the last epoch where that gives none.
     """
     settings = stage.optimizer
-    optimizer = torch.optim.SGD(
-        [theta],
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        nesterov=settings.nesterov,
-        fused=False,
-    )
+    optimizer = make_optimizer(settings, theta, mask)
     with torch.no_grad():
         theta.copy_(state.theta)
-    if settings.momentum:
-        optimizer.state[theta]["momentum_buffer"] = state.momentum
+    optimizer.state[theta] = state.optimizer  # one dictionary, so the state follows the optimizer
     state.theta = theta.detach()  # a view: the state follows the weights
 
     per_epoch = math.ceil(len(train) / stage.batch_size)
@@ -108,8 +115,6 @@ def train_stage(
                 logits = forward(inputs)
             loss = F.cross_entropy(logits.float(), labels)
             loss.backward()
-            if settings.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_([theta], settings.clip_norm)
             optimizer.step()
             # Sums stay on the device until the epoch ends, so that no step waits for it.
             with torch.no_grad():
@@ -141,6 +146,19 @@ def train_stage(
             with torch.no_grad():
                 theta.copy_(state.best)
         yield Tick(steps if state.done else state.epoch * per_epoch, steps, record)
+
+
+def make_optimizer(settings: Optimizer, theta: Tensor, mask: Mask | None) -> torch.optim.Optimizer:
+    """The optimizer of a stage on its bound vector."""
+    shared: dict[str, Any] = {
+        "lr": settings.lr,
+        "weight_decay": settings.weight_decay,
+        "clip_norm": settings.clip_norm,
+        "rescale": settings.rescale,
+    }
+    if settings.kind == "adamw":
+        return SparseAdamW(theta, mask, betas=(settings.momentum, settings.beta2), **shared)
+    return SparseSGDM(theta, mask, momentum=settings.momentum, nesterov=settings.nesterov, **shared)
 
 
 def _end_epoch(stage: Stage, state: StageState, record: Mapping[str, Any]) -> None:

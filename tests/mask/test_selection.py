@@ -1,0 +1,308 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedsieve.errors import FedsieveError
+from fedsieve.mask.overlap import blocks
+from fedsieve.mask.selection import apportion, attention_heads, can_last, group_ids, select
+from fedsieve.model.space import ParamSpace
+
+SPACE = ParamSpace(
+    ("backbone.cls_token", "backbone.blocks.0.w", "backbone.blocks.0.b", "backbone.blocks.1.w", "backbone.norm.weight"),
+    ((1, 2), (4, 3), (4,), (3, 2, 2), (5,)),
+)
+SPANS = [range(*SPACE.offsets[index : index + 2]) for index in range(len(SPACE.names))]
+
+
+@st.composite
+def problems(draw):
+    """Scores with many ties, some infinite and some -0, and which weights are active."""
+    values = st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.0, -3.5, 1e-30, float("inf"), float("-inf")]) | st.floats(
+        width=32, allow_nan=False
+    )
+    scores = draw(st.lists(values, min_size=SPACE.size, max_size=SPACE.size))
+    active = draw(st.lists(st.sampled_from([True, True, True, False]), min_size=SPACE.size, max_size=SPACE.size))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    return torch.tensor(scores, dtype=dtype), torch.tensor(active)
+
+
+def best(places, scores: torch.Tensor, lowest: bool) -> list[int]:
+    """All places, best first, of equal scores the lower index first."""
+    return sorted(places, key=lambda place: ((1 if lowest else -1) * scores[place].item(), place))
+
+
+def slow_seats(k: int, sizes, least, most) -> list[int]:
+    """Fix the bounds that bind one after another, then largest remainder."""
+    fixed: dict[int, int] = {}
+    while True:
+        free = [unit for unit in range(len(sizes)) if unit not in fixed]
+        left = k - sum(fixed.values())
+        density = (
+            Fraction(left, sum(sizes[unit] for unit in free)) if any(sizes[unit] for unit in free) else Fraction(0)
+        )
+        low = [unit for unit in free if density * sizes[unit] < least[unit]]
+        high = [unit for unit in free if density * sizes[unit] > most[unit]]
+        short = sum(least[unit] - density * sizes[unit] for unit in low)
+        over = sum(density * sizes[unit] - most[unit] for unit in high)
+        if not low and not high:
+            break
+        # The side that moves more decides which way the density goes, and so which bounds are final.
+        if short >= over:
+            fixed |= {unit: least[unit] for unit in low}
+        if over >= short:
+            fixed |= {unit: most[unit] for unit in high}
+    seats = [fixed.get(unit, int(density * size)) for unit, size in enumerate(sizes)]
+    for unit in sorted(free, key=lambda unit: (int(density * sizes[unit]) - density * sizes[unit], unit))[
+        : k - sum(seats)
+    ]:
+        seats[unit] += 1
+    return seats
+
+
+def slow_select(scores, active, k, lowest, units, floor) -> set[int]:
+    places = [[place for place in span if active[place]] for span in SPANS]
+    floors = [min(floor, len(here)) for here in places]
+    seats = slow_seats(
+        k,
+        [sum(len(places[index]) for index in unit) for unit in units],
+        [sum(floors[index] for index in unit) for unit in units],
+        [sum(len(places[index]) for index in unit) for unit in units],
+    )
+    kept: set[int] = set()
+    for unit, number in zip(units, seats, strict=True):
+        mine = {place for index in unit for place in best(places[index], scores, lowest)[: floors[index]]}
+        rest = best([place for index in unit for place in places[index] if place not in mine], scores, lowest)
+        kept |= mine | set(rest[: number - len(mine)])
+    return kept
+
+
+UNITS = {
+    "global": [list(range(len(SPACE.names)))],
+    "tensor": [[index] for index in range(len(SPACE.names))],
+    "block": list(blocks(SPACE).values()),
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems(), st.data(), st.booleans(), st.sampled_from(sorted(UNITS)), st.integers(0, 3))
+def test_selection_equals_the_slow_reference(problem, data, lowest, allocation, floor):
+    scores, active = problem
+    needed = sum(min(floor, sum(bool(active[place]) for place in span)) for span in SPANS)
+    k = data.draw(st.integers(needed, int(active.sum())))
+    options = {"lowest": lowest, "allocation": allocation, "min_active_per_tensor": floor}
+    kept = select(scores, active, k, SPACE, **options)
+    assert int(kept.sum()) == k and not (kept & ~active).any()
+    assert torch.equal(kept, select(scores, active, k, SPACE, **options))
+    assert set(kept.nonzero().flatten().tolist()) == slow_select(scores, active, k, lowest, UNITS[allocation], floor)
+    for span in SPANS:
+        inside = slice(span.start, span.stop)
+        assert int(kept[inside].sum()) >= min(floor, int(active[inside].sum()))
+    if needed:
+        with pytest.raises(FedsieveError, match="smallest feasible density"):
+            select(scores, active, needed - 1, SPACE, **options)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=6), st.data()
+)
+def test_seats_are_exact_within_bounds_and_equal_the_slow_reference(units, data):
+    sizes, most, least = zip(*[sorted(unit, reverse=True) for unit in units], strict=True)
+    k = data.draw(st.integers(sum(least), sum(most)))
+    seats = apportion(k, sizes, least, most)
+    assert sum(seats) == k
+    assert all(low <= seat <= high for low, seat, high in zip(least, seats, most, strict=True))
+    assert seats == slow_seats(k, sizes, least, most)
+
+
+def test_equal_scores_keep_the_lower_index():
+    space = ParamSpace(("a", "b"), ((10,), (10,)))
+    for lowest in (True, False):
+        kept = select(torch.zeros(20), torch.ones(20, dtype=torch.bool), 7, space, lowest=lowest)
+        # Six of the first, after the floor of one in each tensor.
+        assert kept.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 10]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_thresholds_are_exact_on_many_weights(dtype):
+    rng = np.random.default_rng(0)
+    space = ParamSpace(("a",), ((30_000,),))
+    scores = torch.from_numpy(rng.normal(size=space.size) * (rng.random(space.size) < 0.3)).to(dtype)
+    everything = torch.ones(space.size, dtype=torch.bool)
+    order = scores.double().sort(stable=True).indices
+    for k in (1, 2, 5_000, 12_345, 29_999, 30_000):
+        expected = torch.zeros_like(everything)
+        expected[order[:k]] = True
+        assert torch.equal(select(scores, everything, k, space, lowest=True), expected)
+
+
+def test_scores_that_are_not_numbers_are_refused_only_where_active():
+    scores, active = torch.zeros(SPACE.size), torch.ones(SPACE.size, dtype=torch.bool)
+    scores[3] = float("nan")
+    for granularity in ("weight", "row", "block"):
+        with pytest.raises(FedsieveError, match="1 active weights are not numbers"):
+            select(scores, active, 20, SPACE, lowest=True, granularity=granularity)
+    active[3] = False
+    assert not select(scores, active, 20, SPACE, lowest=True)[3]
+
+
+def test_requests_that_make_no_sense_are_refused():
+    scores, active = torch.zeros(SPACE.size), torch.ones(SPACE.size, dtype=torch.bool)
+    for change, message in [
+        ({"k": SPACE.size + 1}, "cannot stay active"),
+        ({"k": 4}, "4 active weights are fewer than the 5 .* in 5 tensors; the smallest feasible density is 0.142858"),
+        ({"scores": torch.zeros(3)}, r"scores of shape \(3,\)"),
+        ({"active": active.float()}, "bool vector of 35"),
+        ({"allocation": "layer"}, "not one of global, tensor, block"),
+        ({"granularity": "column"}, "not one of weight, row"),
+        ({"granularity": "attention_head"}, "finds no attention"),
+        ({"granularity": "block", "allocation": "block"}, "must lie inside one block"),
+        ({"granularity": "attention_head", "allocation": "tensor"}, "must lie inside one tensor"),
+        ({"granularity": "block", "k": 1}, "too few for any group: the smallest has 2"),
+    ]:
+        request = {"scores": scores, "active": active, "k": 10, "space": SPACE, "lowest": True} | change
+        with pytest.raises(FedsieveError, match=message):
+            select(**request)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(6), Attention(6, 3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+
+def slow_groups(space: ParamSpace, granularity: str) -> list[set[int]]:
+    """Groups written out weight by weight; in Net a head has 2 of the 6 features."""
+    groups: dict[object, set[int]] = {}
+    for number, (name, shape) in enumerate(zip(space.names, space.shapes, strict=True)):
+        for place, position in enumerate(np.ndindex(*shape), start=space.offsets[number]):
+            key: object = None
+            if granularity == "row":
+                key = (name, position[0])
+            elif granularity == "block":
+                key = name.split(".")[1] if name.startswith("blocks") else name
+            elif name.endswith(("qkv.weight", "qkv.bias")):
+                key = (name.split(".")[1], position[0] % 6 // 2)
+            elif name.endswith("attn.proj.weight"):
+                key = (name.split(".")[1], position[1] // 2)
+            if key is not None:
+                groups.setdefault(key, set()).add(place)
+    return list(groups.values())
+
+
+NET = Net()
+NET_SPACE = ParamSpace.of(NET)
+
+
+@pytest.mark.parametrize("granularity", ["row", "attention_head", "block"])
+def test_groups_are_those_written_out(granularity):
+    ids = group_ids(NET_SPACE, granularity, attention_heads(NET))
+    expected = slow_groups(NET_SPACE, granularity)
+    assert {frozenset(np.flatnonzero(ids == number).tolist()) for number in np.unique(ids[ids >= 0])} == set(
+        map(frozenset, expected)
+    )
+    assert attention_heads(NET) == {"blocks.0.attn": 3, "blocks.1.attn": 3}
+    with pytest.raises(FedsieveError, match="does not divide into 4 heads"):
+        group_ids(ParamSpace.of(NET, ["blocks.0.attn.qkv.weight"]), "attention_head", {"blocks.0.attn": 4})
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 999),
+    st.integers(1, NET_SPACE.size),
+    st.booleans(),
+    st.sampled_from(
+        [
+            ("row", "global"),
+            ("row", "tensor"),
+            ("row", "block"),
+            ("attention_head", "global"),
+            ("attention_head", "block"),
+            ("block", "global"),
+        ]
+    ),
+)
+def test_group_selection_is_greedy_feasible_and_maximal(seed, k, lowest, how):
+    granularity, allocation = how
+    rng = np.random.default_rng(seed)
+    scores = torch.from_numpy(rng.integers(0, 6, NET_SPACE.size).astype(np.float32))
+    active = torch.from_numpy(rng.random(NET_SPACE.size) < 0.9)
+    groups = [sorted(place for place in group if active[place]) for group in slow_groups(NET_SPACE, granularity)]
+    groups = [group for group in groups if group]
+    tensors = range(len(NET_SPACE.names))
+    units = {
+        "global": [list(tensors)],
+        "tensor": [[index] for index in tensors],
+        "block": list(blocks(NET_SPACE).values()),
+    }[allocation]
+    unit_of = {
+        place: number
+        for number, unit in enumerate(units)
+        for index in unit
+        for place in range(*NET_SPACE.offsets[index : index + 2])
+    }
+    totals = [sum(len(group) for group in groups if unit_of[group[0]] == number) for number in range(len(units))]
+    room = slow_seats(min(k, sum(totals)), totals, [0] * len(units), totals)
+    ids = group_ids(NET_SPACE, granularity, attention_heads(NET))
+    sign = 1 if lowest else -1
+    expected: set[int] = set()
+    for group in sorted(
+        groups, key=lambda group: (sign * float(scores[group].double().sum()) / len(group), ids[group[0]])
+    ):
+        if len(group) <= room[unit_of[group[0]]]:
+            room[unit_of[group[0]]] -= len(group)
+            expected |= set(group)
+    options = {"lowest": lowest, "granularity": granularity, "allocation": allocation, "heads": attention_heads(NET)}
+    if not expected:
+        with pytest.raises(FedsieveError, match="too few for any group"):
+            select(scores, active, k, NET_SPACE, **options)
+        return
+    kept = set(select(scores, active, k, NET_SPACE, **options).nonzero().flatten().tolist())
+    assert kept == expected and len(kept) <= k
+    if allocation == "global":
+        assert all(len(kept) + len(group) > k for group in groups if not kept & set(group))
+
+
+def test_groups_too_large_to_last_are_left_out_at_once():
+    space = ParamSpace(("blocks.0.w", "norm.weight"), ((10,), (2,)))
+    everything = torch.ones(12, dtype=torch.bool)
+    assert can_last(5, everything, space, granularity="block").nonzero().flatten().tolist() == [10, 11]
+    with pytest.raises(FedsieveError, match="too few for any group"):
+        can_last(1, everything, space, granularity="block")
+    with pytest.raises(FedsieveError, match=r"smallest feasible density is 0\.166667"):
+        can_last(1, everything, space)
+
+
+def test_quotas_follow_the_maskable_weights_and_not_what_is_left_of_them():
+    space = ParamSpace(("a", "b"), ((10,), (10,)))
+    active = torch.ones(20, dtype=torch.bool)
+    active[:6] = False
+    kept = select(
+        torch.arange(20.0), active, 8, space, lowest=True, allocation="tensor", maskable=torch.ones_like(active)
+    )
+    assert [int(kept[:10].sum()), int(kept[10:].sum())] == [4, 4]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_selects_what_a_cpu_selects():
+    scores = torch.randint(0, 5, (SPACE.size,)).float()
+    active = torch.rand(SPACE.size) < 0.8
+    kept = select(scores.cuda(), active.cuda(), 12, SPACE, lowest=True)
+    assert kept.is_cuda and torch.equal(kept.cpu(), select(scores, active, 12, SPACE, lowest=True))
