@@ -197,6 +197,9 @@ class Experiment(Strict):
         "auto", description="auto: bf16 autocast on a GPU, fp32 on a CPU"
     )
     deterministic: bool = Field(False, description="bit-identical repeats on a GPU too, at some cost in speed")
+    threads: Positive | None = Field(
+        None, description="CPU threads; small networks are fastest, and repeat anywhere, on 1"
+    )
     test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
     data: Data = Data()
     model: Model = Model()

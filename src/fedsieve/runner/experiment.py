@@ -117,6 +117,8 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         self.clock = time.perf_counter()
+        if self.experiment.threads is not None:
+            torch.set_num_threads(self.experiment.threads)
         environment = self.folder / "environment.json"
         if not environment.exists():
             write_json(environment, describe_environment(choose_device(self.experiment.device)))

@@ -70,9 +70,13 @@ def load_patch(
         )
     space = ParamSpace.of(model.backbone)
     theta = space.read(model.backbone)
-    theta[Mask(space, tensors["mask"].numpy()).to_bool()] = tensors["values"]
-    space.write(model.backbone, theta)
-    model.head.load_state_dict({name.removeprefix(HEAD): t for name, t in tensors.items() if name.startswith(HEAD)})
+    head = {name.removeprefix(HEAD): tensor for name, tensor in tensors.items() if name.startswith(HEAD)}
+    try:
+        theta[Mask(space, tensors["mask"].numpy()).to_bool()] = tensors["values"]
+        space.write(model.backbone, theta)
+        model.head.load_state_dict(head)
+    except (FedsieveError, RuntimeError, KeyError) as error:
+        raise FedsieveError(f"{file}: damaged: {str(error).splitlines()[0]}", 1) from None
     if digest(model) != notes["result"]:
         raise FedsieveError(f"{file}: damaged: the patched model is not the one that was saved", 1)
     return experiment, model, metadata

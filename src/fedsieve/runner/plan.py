@@ -6,9 +6,10 @@ import math
 import torch
 from torch import nn
 
-from fedsieve.config import Experiment, Stage
+from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.data.sources import count_images
 from fedsieve.data.store import free_memory
+from fedsieve.mask.calibration import LAYERS, maskable
 from fedsieve.model.build import build_classifier, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.environment import device_name
@@ -43,10 +44,7 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
         cached = stage.train == "head" and experiment.data.transform == "resize"
         lines += [
             (f"stage {stage.name}", f"{stage.epochs} epochs x {steps:,} steps of {stage.batch_size} images"),
-            (
-                "  trains",
-                f"{space.size:,} weights, {100 * space.size / everything.size:.1f} % of all (density 1: no mask)",
-            ),
+            ("  trains", trains(model, space, everything.size, experiment.mask_of(stage))),
             ("  memory", memory(model, space, stage, experiment, cached)),
             ("  bytes sent", "none: the training is central"),
         ]
@@ -60,6 +58,17 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
         ),
     ]
     return lines
+
+
+def trains(model: nn.Module, space: ParamSpace, whole: int, sieve: Sieve | None) -> str:
+    """How many weights of a stage move."""
+    if sieve is None:
+        return f"{space.size:,} weights, {100 * space.size / whole:.1f} % of all (density 1: no mask)"
+    taking = int(maskable(space, model, LAYERS if sieve.kinds == "default" else sieve.kinds).sum())
+    k = round((1 - sieve.sparsity) * taking)
+    note = "" if sieve.granularity == "weight" else f" at most, in whole groups ({sieve.granularity})"
+    density = f"density {1 - sieve.sparsity:.3g} of {taking:,} maskable"
+    return f"{k:,} weights{note}, {100 * k / whole:.1f} % of all ({density})"
 
 
 def memory(model: nn.Module, space: ParamSpace, stage: Stage, experiment: Experiment, cached: bool) -> str:
