@@ -6,9 +6,15 @@ import torch
 
 from fedsieve.bench.data import data
 from fedsieve.bench.loop import loop
+from fedsieve.bench.mask import mask
+from fedsieve.bench.optimizer import optimizer
 from fedsieve.bench.result import Result
+from fedsieve.bench.sparse import sparse
 
 BENCHMARKS: dict[str, tuple[str, Callable[[torch.device, bool], Result]]] = {
     "loop": ("share of the training loop that is forward, backward and step", loop),
+    "sparse": ("step time and memory with masks of each granularity against dense", sparse),
+    "optimizer": ("the optimizer step at several densities against torch's fused dense one", optimizer),
+    "mask": ("seconds of Fisher scores, per sample and per batch, and of calibration", mask),
     "data": ("seconds to decode 60,000 images, and to load them from the cache", data),
 }

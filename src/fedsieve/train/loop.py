@@ -148,7 +148,7 @@ def train_stage(
         yield Tick(steps if state.done else state.epoch * per_epoch, steps, record)
 
 
-def make_optimizer(settings: Optimizer, theta: Tensor, mask: Mask | None) -> torch.optim.Optimizer:
+def make_optimizer(settings: Optimizer, theta: Tensor, mask: Mask | None) -> SparseSGDM | SparseAdamW:
     """The optimizer of a stage on its bound vector."""
     shared: dict[str, Any] = {
         "lr": settings.lr,

@@ -1,0 +1,63 @@
+"""How long a mask takes: scores, per sample and per batch, and the calibration itself."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from fedsieve.bench.result import Result, synchronize
+from fedsieve.config import Experiment, Model, Stage
+from fedsieve.mask.calibration import calibrate
+from fedsieve.mask.scores import fisher
+from fedsieve.model.build import build_classifier
+from fedsieve.model.space import ParamSpace
+from fedsieve.randomness import generator
+from fedsieve.runner.environment import make_autocast
+
+SMALL = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+BATCH = 100
+
+
+def mask(device: torch.device, smoke: bool) -> Result:
+    """ViT-S/16 at 64 px: 5,000 images on a GPU, 100 on a CPU; then calibration of its 22 M weights on the host."""
+    images = 20 if smoke else 5_000 if device.type == "cuda" else 100
+    options = SMALL if smoke else {}
+    name = "vit_small_patch16_224"
+    model = build_classifier(Model(backbone=name, weights="none", options=options), classes=100, size=64, seed=0).to(
+        device
+    )
+    space = ParamSpace.of(model)
+    autocast = make_autocast(Experiment(stages=[Stage(name="bench")]), device)
+    pixels = torch.randn(min(BATCH, images), 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.zeros(len(pixels), dtype=torch.int64, device=device)
+    draws = generator(0, "bench").random(images)
+    result = Result(
+        ("what", "images", "seconds", "images/s"),
+        note=f"{name} at 64 px, {space.size:,} weights; calibration is selection and packing to sparsity 0.9, on the host.",
+    )
+
+    def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(pixels, labels)] * (images // len(pixels))
+
+    ways: tuple[Literal["sample", "batch"], ...] = ("sample", "batch")
+    for per in ways:
+        score = partial(fisher, model, space, batches(), draws, per=per, autocast=autocast)
+        scores, seconds = _timed(score, device)
+        result.rows.append((f"Fisher per {per}", f"{images:,}", f"{seconds:.2f}", f"{images / seconds:,.0f}"))
+    on_host = scores.cpu()
+    for rounds in (1, 4):
+        _, seconds = _timed(
+            partial(calibrate, lambda *_: on_host, space, sparsity=0.9, lowest=True, rounds=rounds), device
+        )
+        result.rows.append((f"calibration, {rounds} rounds", "-", f"{seconds:.2f}", "-"))
+    return result
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    synchronize(device)
+    began = time.perf_counter()
+    value = call()
+    synchronize(device)
+    return value, time.perf_counter() - began

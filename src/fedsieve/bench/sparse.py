@@ -1,0 +1,138 @@
+"""What a mask saves: step time and memory against dense training, by granularity and sparsity."""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from fedsieve.bench.result import Result, alternate
+from fedsieve.config import Experiment, Granularity, Model, Optimizer, Stage
+from fedsieve.errors import FedsieveError
+from fedsieve.mask.calibration import calibrate, random_scores
+from fedsieve.mask.mask import Mask
+from fedsieve.mask.selection import attention_heads
+from fedsieve.model.build import Classifier, build_classifier
+from fedsieve.model.space import ParamSpace
+from fedsieve.runner.environment import make_autocast
+from fedsieve.train.loop import make_optimizer
+from fedsieve.train.savings import spare_frozen
+
+SMALL = {"patch_size": 4, "embed_dim": 48, "depth": 12, "num_heads": 4}
+GRANULARITIES: tuple[Granularity, ...] = ("weight", "row", "attention_head", "block")
+SPARSITIES = (0.5, 0.9, 0.99)
+
+
+def sparse(device: torch.device, smoke: bool) -> Result:
+    """Whole training steps (forward, backward, optimizer) of ViT-S/16 at 224 px on a GPU, of a small ViT on a CPU."""
+    large = device.type == "cuda" and not smoke
+    name, options, pixels, batch = (
+        ("vit_small_patch16_224", {}, 224, 64) if large else ("vit_tiny_patch16_224", SMALL, 32, 16)
+    )
+    result = Result(
+        (
+            "mask",
+            "sparsity",
+            "active",
+            "dense, ms",
+            "masked, ms",
+            "time ratio",
+            "memory ratio",
+            "optimizer state ratio",
+        ),
+        note=f"{name} at {pixels} px, batch {batch}; masks drawn at random. Times side by side; memory is the peak of a "
+        "step beyond the model; state is the momentum, its index apart.",
+    )
+    steps, repeats = (1, 1) if smoke else (5, 7)
+
+    def fresh() -> tuple[Classifier, ParamSpace]:
+        config = Model(backbone=name, weights="none", options=options)
+        model = build_classifier(config, classes=100, size=pixels, seed=0).to(device)
+        return model, ParamSpace.of(model)
+
+    dense_model, space = fresh()
+    dense, dense_state = _step(dense_model, space, None, pixels, batch, steps)
+    dense_memory = _peak(dense, device)
+    masks: dict[tuple[str, str], Callable[[Classifier], Mask]] = {
+        (granularity, f"{sparsity:g}"): _random(space, granularity, sparsity)
+        for granularity, sparsity in itertools.product(GRANULARITIES, SPARSITIES)
+    }
+    masks["frozen prefix, 9 of 12 blocks", "-"] = lambda _: _prefix(space, 9)
+    for (kind, sparsity), make in masks.items():
+        model, _ = fresh()
+        try:
+            mask = make(model)
+        except FedsieveError:
+            result.rows.append((kind, sparsity, "no whole group fits", *["-"] * 5))
+            continue
+        masked, state = _step(model, space, mask, pixels, batch, steps)
+        memory = _peak(masked, device)
+        taken = alternate({"dense": dense, "masked": masked}, device, repeats)
+        result.rows.append(
+            (
+                kind,
+                sparsity,
+                f"{100 * mask.density:.2f} %",
+                f"{1e3 * taken['dense'] / steps:.2f}",
+                f"{1e3 * taken['masked'] / steps:.2f}",
+                f"{taken['masked'] / taken['dense']:.3f}",
+                f"{memory / dense_memory:.3f}" if dense_memory else "-",
+                f"{state() / dense_state():.3f}",
+            )
+        )
+    return result
+
+
+def _random(space: ParamSpace, granularity: Granularity, sparsity: float) -> Callable[[Classifier], Mask]:
+    def make(model: Classifier) -> Mask:
+        return calibrate(
+            lambda *_: random_scores(space, 0, "bench"),
+            space,
+            sparsity=sparsity,
+            lowest=True,
+            granularity=granularity,
+            heads=attention_heads(model),
+        )
+
+    return make
+
+
+def _prefix(space: ParamSpace, blocks: int) -> Mask:
+    """Everything from block `blocks` on is active, nothing before it."""
+    first = next(i for i, name in enumerate(space.names) if name.startswith(f"backbone.blocks.{blocks}."))
+    return Mask.from_bool(space, torch.arange(space.size) >= space.offsets[first])
+
+
+def _step(
+    model: Classifier, space: ParamSpace, mask: Mask | None, pixels: int, batch: int, steps: int
+) -> tuple[Callable[[], None], Callable[[], int]]:
+    """A function that does `steps` training steps, and one that gives the bytes of optimizer state."""
+    theta = space.bind(model)
+    if mask is not None:
+        spare_frozen(model, mask)
+    optimizer = make_optimizer(Optimizer(lr=1e-4), theta, mask)
+    autocast = make_autocast(Experiment(stages=[Stage(name="bench")]), theta.device)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(theta.device)
+    labels = torch.randint(100, (batch,), generator=generator).to(theta.device)
+
+    def run() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with autocast():
+                logits = model(images)
+            F.cross_entropy(logits.float(), labels).backward()
+            optimizer.step()
+
+    return run, lambda: optimizer.state_bytes().state
+
+
+def _peak(call: Callable[[], None], device: torch.device) -> int:
+    """Peak bytes of a call beyond what was there before it; 0 where the device does not tell."""
+    call()  # the optimizer's state is there from the second step on
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
