@@ -1,5 +1,11 @@
 """What tests share: a cache of their own, and an experiment that runs in about a second."""
 
+import os
+
+# Before anything imports the hub's client, which reads it once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import hypothesis
 import pytest
 import torch
 
@@ -21,6 +27,10 @@ tracking: []
 """
 
 
+# A busy machine is no reason to fail.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
+
 # The networks of the tests are too small to share among threads, which would only wait for each other.
 torch.set_num_threads(1)
 
@@ -29,7 +39,6 @@ torch.set_num_threads(1)
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDSIEVE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HUB_OFFLINE", "1")
         yield
 
 

@@ -1,5 +1,6 @@
 """The command line. Every command is a thin door to a function that a notebook could call as well."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -164,18 +165,25 @@ def evaluate(
         str | None,
         typer.Option("--data", metavar="SOURCE", help="Other data with the same classes: hub id, folder or digits."),
     ] = None,
-    split: Annotated[str, typer.Option(help="`test` or `train` (all of it, validation included).")] = "test",
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="`test` or `train` (validation included). Default: test; of other data without a test split, all.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="`cpu`, `cuda`, `cuda:N`; default: as in the run.")] = None,
 ) -> None:
     """Measure a finished run's chosen model, on its own test split or on other data."""
     from fedsieve.runner.finished import evaluate as evaluate_run
 
     chosen = list(overrides or [])
-    chosen += [f"data.source={data}"] if data else []
+    chosen += [f"data.source={json.dumps(data)}"] if data else []
     chosen += [f"device={device}"] if device else []
-    result = evaluate_run(folder, chosen, _one_of("--split", split, ("test", "train")))
+    part = None if split is None else _one_of("--split", split, ("test", "train"))
+    result = evaluate_run(folder, chosen, part)
     console.print(
-        f"{result['source']} ({split}): accuracy {_percent(result['accuracy'])}, loss {result['loss']:.4f}, "
+        f"{result['source']} ({result['split']}): accuracy {_percent(result['accuracy'])}, loss {result['loss']:.4f}, "
         f"{result['images']:,} images",
         highlight=False,
     )
@@ -357,7 +365,10 @@ def list_(
             console.print(f"[bold]{name:15}[/]{text}", highlight=False, soft_wrap=True)
         return
     _, entries = LISTINGS[_one_of("list", what, tuple(LISTINGS))]
-    for name, text in entries(pattern):
+    found = list(entries(pattern))
+    if not found:
+        raise FedsieveError(f"list: no {what} match {pattern}")
+    for name, text in found:
         console.print(f"[bold]{name}[/]  {text}" if text else name, highlight=False, soft_wrap=True)
 
 
@@ -377,6 +388,10 @@ def main(arguments: list[str] | None = None, call: Callable[..., Any] = app) -> 
         Console(stderr=True).print("[bold red]error:[/] ", end="")
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        Console(stderr=True).print("[bold red]error:[/] ", end="")
+        print(f"{error.filename or 'the disk'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

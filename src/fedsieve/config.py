@@ -45,7 +45,7 @@ class Data(Strict):
     image_column: str | None = Field(None, description="found by itself when there is only one")
     label_column: str | None = Field(None, description="found by itself when there is only one")
     train_split: str = "train"
-    test_split: str = "test"
+    test_split: str | None = Field(None, description='default: "test" where the source has it, held out otherwise')
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2, description="held out by a draw that ignores the seed, only where the source has no test split"
     )
@@ -77,6 +77,8 @@ class Data(Strict):
             raise ValueError(f"crop_scale must be two shares with 0 < low <= high <= 1, got [{low}, {high}]")
         if self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 2):
             raise ValueError("classes must name at least two different classes")
+        if self.test_split == self.train_split:
+            raise ValueError("test_split and train_split are the same: the test images would be trained on")
         if self.classes is not None and min(self.classes) < 0:
             raise ValueError("classes are numbered from 0")
         return self
@@ -190,9 +192,7 @@ class Experiment(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)] = "experiment"
     seed: Annotated[int, Field(ge=0)] = 0
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
-        "auto", description="auto, cpu, cuda or cuda:N"
-    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="auto: bf16 autocast on a GPU, fp32 on a CPU"
     )
@@ -207,6 +207,13 @@ class Experiment(Strict):
     stages: Annotated[list[Stage], Field(min_length=1)]
     tracking: list[TrackerName] = ["tensorboard"]
     checkpoint: Checkpoints = Checkpoints()
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError(f"{device!r} is not allowed. Allowed: auto, cpu, cuda, cuda:N")
+        return device
 
     @model_validator(mode="after")
     def _check(self) -> "Experiment":
@@ -278,7 +285,8 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def to_yaml(experiment: Experiment) -> str:
     """The experiment, every default written out, as YAML that reads back to the same experiment."""
-    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    # Escaped: YAML takes some unprinted characters for line ends.
+    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False)
 
 
 # --- overrides -------------------------------------------------------------------------------------------------------

@@ -108,6 +108,112 @@ def test_without_a_test_split_one_is_held_out_and_does_not_follow_the_seed(tmp_p
     assert torch.equal(load_images(config, "test").images, test.images)
 
 
+def test_a_mistyped_test_split_is_refused_and_does_not_reach_the_cache(parquet, data):
+    """Held out by mistake, test rows would be trained on, or the real test file never read."""
+    for first, second in ((None, "tset"), ("tset", None)):
+        for name in (first, second):
+            if name:
+                with pytest.raises(FedsieveError, match='test_split: .* no split "tset".*Did you mean "test"'):
+                    load_images(data(parquet, test_split=name), "train")
+            else:
+                train, test = (load_images(data(parquet), split) for split in ("train", "test"))
+                assert (len(train), len(test)) == (20, 6)
+                assert not {i.numpy().tobytes() for i in train.images} & {i.numpy().tobytes() for i in test.images}
+
+
+def make_folders(root, layout, size=(6, 6)):
+    for number, name in enumerate(layout):
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture(number, size)).save(file)
+
+
+def test_names_that_look_like_splits_drop_no_image(tmp_path, data):
+    make_folders(
+        tmp_path / "set", [f"{c}/{n}.png" for c in ("cat", "dog") for n in ("a", "my_test_photo", "train_x", "b", "c")]
+    )
+    config = data(tmp_path / "set", test_fraction=0.2)
+    assert len(load_images(config, "train")) + len(load_images(config, "test")) == 10
+
+
+def test_a_class_may_be_called_train(tmp_path, data):
+    make_folders(tmp_path / "set", [f"{c}/{n}.png" for c in ("train", "bus") for n in range(5)])
+    assert load_images(data(tmp_path / "set"), "train").class_names == ["bus", "train"]
+
+
+def test_one_class_is_refused_with_the_layout(tmp_path, data):
+    make_folders(tmp_path / "set", [f"only/{n}.png" for n in range(5)])
+    with pytest.raises(FedsieveError, match="two classes at least"):
+        load_images(data(tmp_path / "set"), "train")
+
+
+def test_moving_an_image_to_another_class_is_noticed(tmp_path, data):
+    make_folders(tmp_path / "set", [f"{c}/{n}.png" for c in ("a", "b") for n in range(5)])
+    config = data(tmp_path / "set", test_fraction=0.1)
+    before = load_images(config, "train").fingerprint
+    (tmp_path / "set" / "a" / "4.png").rename(tmp_path / "set" / "b" / "0a.png")
+    after = [load_images(config, split) for split in ("train", "test")]
+    assert before != after[0].fingerprint
+    assert torch.cat([part.labels for part in after]).bincount().tolist() == [4, 6]
+
+
+def test_grey_of_16_bits_alpha_and_orientation_are_read_as_seen(tmp_path, data):
+    folder = tmp_path / "set" / "train"
+    deep = np.full((6, 6), 257 * 100, dtype=np.uint16)
+    clear = np.zeros((6, 6, 4), dtype=np.uint8)  # black, wholly transparent
+    turned = np.zeros((6, 6, 3), dtype=np.uint8)
+    turned[:3] = 255
+    for name in "abc":
+        (folder / name).mkdir(parents=True)
+    Image.fromarray(deep).save(folder / "a" / "x.png")
+    Image.fromarray(clear).save(folder / "b" / "x.png")
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    Image.fromarray(turned).save(folder / "c" / "x.png", exif=exif)
+    (tmp_path / "set" / "test").mkdir()
+    shutil.copytree(folder, tmp_path / "set" / "test", dirs_exist_ok=True)
+    a, b, c = load_images(data(tmp_path / "set"), "train").images
+    assert (a == 100).all() and (b == 255).all()
+    assert (c[:, :3] == 0).all() and (c[:, 3:] == 255).all()
+
+
+def test_wide_images_are_never_squashed(tmp_path, data):
+    """Train all of one size, test of several: both keep the middle square."""
+    make_folders(tmp_path / "set" / "train", [f"{c}/{n}.png" for c in "ab" for n in range(3)], (20, 10))
+    make_folders(tmp_path / "set" / "test", [f"{c}/{n}.png" for c in "ab" for n in range(3)], (30, 12))
+    shapes = {load_images(data(tmp_path / "set", size=8), split).images.shape[2:] for split in ("train", "test")}
+    assert shapes == {(9, 9)}
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([0, None, 1, 1], "row 1 has no label"),
+        ([0.5, 1.0, 1.0, 0.5], "whole numbers or words"),
+        ([[0], [1], [0], [1]], "holds"),
+    ],
+)
+def test_labels_that_are_none_are_refused(tmp_path, data, labels, said):
+    write_parquet(tmp_path / "set" / "train.parquet", range(4), labels)
+    with pytest.raises(FedsieveError, match=said):
+        load_images(data(tmp_path / "set", label_column="label"), "train")
+
+
+def test_scattered_numbers_and_booleans_are_classes_too(tmp_path, data):
+    write_parquet(tmp_path / "set" / "train.parquet", range(6), [10, 60, 110] * 2)
+    write_parquet(tmp_path / "set" / "test.parquet", range(2), [110, 10])
+    assert load_images(data(tmp_path / "set"), "train").class_names == ["10", "60", "110"]
+    assert load_images(data(tmp_path / "set"), "test").labels.tolist() == [2, 0]
+    write_parquet(tmp_path / "two" / "train.parquet", range(10), [True, False] * 5)
+    assert load_images(data(tmp_path / "two"), "train").class_names == ["False", "True"]
+
+
+def test_a_split_without_images_is_refused(tmp_path, data):
+    write_parquet(tmp_path / "set" / "train.parquet", range(2), [0, 1])
+    with pytest.raises(FedsieveError, match="leaves no image"):
+        load_images(data(tmp_path / "set", test_fraction=0.1), "test")
+
+
 def test_text_labels_are_numbered_by_the_training_split(tmp_path, data):
     write_parquet(tmp_path / "set" / "train.parquet", range(4), ["dog", "cat", "dog", "eel"])
     write_parquet(tmp_path / "set" / "test.parquet", range(2), ["eel", "cat"])

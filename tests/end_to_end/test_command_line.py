@@ -84,6 +84,9 @@ def test_a_wrong_config_ends_with_2_before_torch_is_imported(tmp_path):
         ("data.source=./missing", "no such folder"),
         ("data.val_fraction=1e-5", "leaves none to validate on"),
         ("data.classes=[3, 99]", "no class 99"),
+        ("model.options={patch_size: 0, embed_dim: 16}", "model"),
+        ("data.test_split=train", "the same"),
+        ("device=gpu", "Allowed: auto, cpu, cuda"),
         ("stages.backbone.train={last_blocks: 9}", "has 2 blocks, 9 were asked for"),
         ("model.options={patch_size: 4, embed_dim: 16, depth: 1, num_heads: 3}", "cannot be built"),
     ],
@@ -93,6 +96,7 @@ def test_what_cannot_run_here_ends_with_2_and_a_reason(config, tmp_path, capsys,
         pytest.skip("this machine has eight GPUs")
     assert fedsieve("run", config, override, "--out", tmp_path / "run") == 2
     assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists(), "a wrong request must not block the folder it named"
 
 
 def test_an_existing_folder_is_not_overwritten(finished, config, capsys):
@@ -108,10 +112,26 @@ def test_evaluate_repeats_the_test_accuracy_and_takes_other_data(finished, capsy
     assert f"{100 * summary['test_accuracy']:.2f} %" in capsys.readouterr().out
     assert fedsieve("evaluate", finished, "--data", "digits", "--split", "train") == 0
     assert "1,438 images" in capsys.readouterr().out
-    assert fedsieve("evaluate", finished, "data.classes=[0, 1]") == 2
-    assert "not those of the model" in capsys.readouterr().err
+    for change in ("data.classes=[0, 1]", "data.size=16", "data.normalize=data", "seed=4", "model.head=mlp"):
+        assert fedsieve("evaluate", finished, change) == 2
+        assert "cannot be changed" in capsys.readouterr().err
     assert fedsieve("evaluate", finished, "--split", "tset") == 2
-    assert fedsieve("evaluate", finished, "model.head=mlp") == 2
+
+
+def test_other_data_without_a_test_split_is_measured_whole(finished, tmp_path, capsys):
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for row in range(60):
+        file = tmp_path / "more" / str(digits.target[row]) / f"{row}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[row] * 15).astype("uint8")).save(file)
+    assert fedsieve("evaluate", finished, "--data", tmp_path / "more") == 0
+    assert "60 images" in capsys.readouterr().out
+    (tmp_path / "more" / "9").rename(tmp_path / "more" / "nine")
+    assert fedsieve("evaluate", finished, "--data", tmp_path / "more") == 2
+    assert "not those of the model" in capsys.readouterr().err
 
 
 def test_an_export_is_the_same_function_in_timm(finished, tmp_path, capsys):
@@ -150,6 +170,22 @@ def test_report_and_explore_write_pages(finished, config, tmp_path, capsys):
     assert "missing" in (tmp_path / "both.html").read_text()
     assert fedsieve("explore", config, "--out", tmp_path / "explore") == 0
     assert (tmp_path / "explore" / "explore.html").exists()
+    assert fedsieve("explore", config, "--out", finished) == 2
+
+
+def test_a_place_that_cannot_be_written_is_named_without_a_traceback(finished, config, capsys):
+    assert fedsieve("export", finished, "--to", "/proc/nothing/model.safetensors") == 1
+    assert "/proc/nothing" in capsys.readouterr().err
+    assert fedsieve("run", config, "--out", "/proc/nothing/run") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_model_that_explodes_in_its_last_step_is_still_reported(config, tmp_path):
+    """Its loss is infinite, which JSON cannot say."""
+    explode = ["data.val_fraction=0", "stages=[{name: a, epochs: 1, batch_size: 5000, optimizer: {lr: 1e30}}]"]
+    assert fedsieve("run", config, *explode, "--out", tmp_path / "run") == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_loss"] is None
+    assert fedsieve("run", config, explode[1], "--out", tmp_path / "validated") == 1
 
 
 def test_dry_run_prints_and_writes_nothing(config, tmp_path, capsys):

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fedsieve.config import Data
 from fedsieve.data.splits import hold_out
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import datasets
 
 # Raised when what is cached, or how it is made, changes.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 EMBEDDED = {"digits": "1,797 handwritten digits (scikit-learn), 8x8, coloured; 10 classes; nothing to download"}
 
@@ -47,6 +47,7 @@ class ImageSet:
     labels: torch.Tensor
     class_names: list[str]
     fingerprint: str
+    whole: bool = False  # the source has no test split: this part was held out of one table
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -68,7 +69,7 @@ def load_images(config: Data, split: Split, say: Callable[[str], None] = lambda 
     if kind == "embedded":
         images = _digits()
         rows = torch.from_numpy(_held_out(images.labels.numpy(), config, split))
-        images = ImageSet(images.images[rows], images.labels[rows], images.class_names, images.fingerprint)
+        images = ImageSet(images.images[rows], images.labels[rows], images.class_names, images.fingerprint, True)
     else:
         folder = _find_cached(config, split) if kind == "folder" else None
         images = _read_cache(folder or _decode(config, split, say))
@@ -117,14 +118,18 @@ def _digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _content_of(files: list[Path], cache: Path) -> str:
-    """A digest of the files' bytes, remembered under their names, sizes and times so that it is computed once."""
+def _content_of(files: list[Path], root: Path, cache: Path) -> str:
+    """A digest of the files' names below `root` (folders may be labels) and bytes.
+
+    It is remembered under full names, sizes and times, so that it is computed once.
+    """
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     memo = cache / "digests" / _digest(stats)
     if memo.exists():
         return memo.read_text()
     content = hashlib.blake2b(digest_size=16)
     for file in files:
+        content.update(str(file.relative_to(root)).encode())
         with file.open("rb") as handle:
             content.update(hashlib.file_digest(handle, "blake2b").digest())
     write_atomic(memo, content.hexdigest())
@@ -136,9 +141,9 @@ def _cache_path(config: Data, split: Split, content: str, side: int | None, whol
 
     `side` is set when they were brought to one size to be stored, `whole` when the split was held out of one table.
     """
-    name = (split, config.test_fraction) if whole else getattr(config, f"{split}_split")
-    columns = (config.subset, config.train_split, config.image_column, config.label_column)
-    key = _digest(CACHE_VERSION, content, name, columns, side)
+    # All names are in every key: whether a split is held out follows from them and the content.
+    names = (config.subset, config.train_split, config.test_split, config.image_column, config.label_column)
+    key = _digest(CACHE_VERSION, content, split, names, side, config.test_fraction if whole else None)
     return cache_folder(config) / "images" / key
 
 
@@ -148,7 +153,8 @@ def _stored_side(config: Data) -> int:
 
 
 def _find_cached(config: Data, split: Split) -> Path | None:
-    content = _content_of(_data_files(Path(config.source).expanduser()), cache_folder(config))
+    root = Path(config.source).expanduser()
+    content = _content_of(_data_files(root), root, cache_folder(config))
     for side, whole in itertools.product((None, _stored_side(config)), (False, True)):
         path = _cache_path(config, split, content, side, whole)
         if path.is_dir():
@@ -157,18 +163,19 @@ def _find_cached(config: Data, split: Split) -> Path | None:
 
 
 def _read_cache(folder: Path) -> ImageSet:
-    meta = json.loads((folder / "meta.json").read_text())
     try:
+        meta = json.loads((folder / "meta.json").read_text())
         # Copy-on-write: torch wants writable memory, and nothing here writes.
         images = np.load(folder / "images.npy", mmap_mode="c")
         labels = np.load(folder / "labels.npy")
         if images.shape != tuple(meta["shape"]) or len(labels) != len(images):
             raise ValueError("the arrays do not have the recorded shape")
-    except (OSError, ValueError) as error:
+        class_names, whole = meta["class_names"], meta["whole"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedsieveError(
             f"{folder}: the cached images are damaged ({error}). Delete the folder and run again", 1
         ) from None
-    return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), meta["class_names"], folder.name)
+    return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), class_names, folder.name, whole)
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -192,30 +199,34 @@ def _decode(config: Data, split: Split, say: Callable[[str], None]) -> Path:
     class_names = _class_names(reference, label_column)
     labels = _labels(table, label_column, class_names, config.source)
     if kind_of(config.source) == "folder":
-        files = _data_files(Path(config.source).expanduser())
+        root = Path(config.source).expanduser()
+        files = _data_files(root)
     else:
         files = [Path(entry["filename"]) for entry in table.cache_files]
-    content = _content_of(files, cache_folder(config))
-    if whole:
-        rows = _held_out(labels, config, split)
-        table, labels = table.select(rows), labels[rows]
+        root = Path(files[0].anchor)
+    content = _content_of(files, root, cache_folder(config))
+    rows = _held_out(labels, config, split) if whole else np.arange(len(labels))
+    table, labels = table.select(rows), labels[rows]
+    if not len(table):
+        raise FedsieveError(f"data.source: {config.source} leaves no image in its {split} split", 1)
 
     say(f"decoding {len(table):,} images of {config.source} ({split}), once")
-    width, height = _open(next(_items(table, image_column))[0], config.source).size
+    width, height = _open(next(_items(table, image_column, rows))[0], config.source).size
     sides: list[int | None] = [_stored_side(config)]
-    if max(width, height) <= max(_stored_side(config), 256):
-        sides.insert(0, None)  # small images are kept as they are, if they are all of one size
+    if width == height <= max(_stored_side(config), 256):
+        sides.insert(0, None)  # small squares are kept as they are, if they are all of one size
     for side in sides:
         path = _cache_path(config, split, content, side, whole)
         shape = (len(table), 3, side or height, side or width)
         try:
             with folder_atomic(path) as folder:
-                _fill(folder / "images.npy", shape, table, image_column, side, config.source)
+                _fill(folder / "images.npy", shape, _items(table, image_column, rows), side, config.source)
                 np.save(folder / "labels.npy", labels)
-                (folder / "meta.json").write_text(json.dumps({"class_names": class_names, "shape": shape}))
+                meta = {"class_names": class_names, "shape": shape, "whole": whole}
+                (folder / "meta.json").write_text(json.dumps(meta))
             break
         except _ManySizes:
-            say("the images are of several sizes: storing them as squares")
+            say("the images are of several sizes: storing the middle of each as a square")
     return path
 
 
@@ -223,22 +234,23 @@ class _ManySizes(Exception):
     """The images of a table are not all of the size of the first."""
 
 
-def _fill(
-    file: Path, shape: tuple[int, ...], table: "datasets.Dataset", column: str, side: int | None, source: str
-) -> None:
+Items = Iterator[list[tuple[int, int, Any]]]  # small lists of (place, row number in the source, value)
+
+
+def _fill(file: Path, shape: tuple[int, ...], batches: Items, side: int | None, source: str) -> None:
     """Decode every image into a memory-mapped array, a bounded number at a time."""
     array = np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
 
-    def decode(items: list[tuple[int, Any]]) -> None:
-        for row, value in items:
-            pixels = _pixels((row, value), side, source)
+    def decode(items: list[tuple[int, int, Any]]) -> None:
+        for item in items:
+            pixels = _pixels(item, side, source)
             if pixels.shape != shape[1:]:
                 raise _ManySizes
-            array[row] = pixels
+            array[item[0]] = pixels
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         pending: deque[Future[None]] = deque()
-        for items in _items(table, column):
+        for items in batches:
             pending.append(threads.submit(decode, items))
             if len(pending) > 2 * (os.cpu_count() or 1):
                 pending.popleft().result()
@@ -248,35 +260,86 @@ def _fill(
 
 
 def _open_table(config: Data, split: Split) -> tuple["datasets.Dataset", "datasets.Dataset", bool]:
-    """The rows of a split, the training rows (they define the classes), and whether the split must still be held out."""
+    """The rows of a split, the training rows (they define the classes), and whether a test split is to be held out."""
     import datasets
 
     datasets.disable_progress_bars()
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # a local folder has no card
-    source, kind = config.source, kind_of(config.source)
-    path = str(Path(source).expanduser()) if kind == "folder" else source
-    if kind == "folder":
-        _check_parquet(_data_files(Path(path)))
-    try:
-        tables = datasets.load_dataset(
-            path, config.subset, revision=config.revision, cache_dir=str(cache_folder(config) / "datasets")
-        )
-    except Exception as error:  # datasets wraps causes of every kind
-        if kind == "hub":
-            raise FedsieveError(
-                f"data.source: {source} could not be loaded from the hub and no folder has that name: {_first_line(error)}\n"
-                "Offline, point data.source at a local folder, or use the embedded set: data.source=digits",
-                1,
-            ) from None
-        _check_parquet(_data_files(Path(path)), deep=True)
-        raise FedsieveError(f"data.source: {source} could not be read: {_first_line(error)}", 1) from None
+    source, root = config.source, Path(config.source).expanduser()
+    tables: Mapping[str, datasets.Dataset]
+    if kind_of(source) == "folder" and not any(file.suffix.lower() == ".parquet" for file in _data_files(root)):
+        tables = _class_folders(root, config)
+    else:
+        tables = _load_dataset(config)
     if config.train_split not in tables:
         raise FedsieveError(
             f'data.train_split: {source} has no split "{config.train_split}". It has: {", ".join(tables)}'
         )
-    whole = config.test_split not in tables
-    name = config.train_split if split == "train" or whole else config.test_split
-    return tables[name], tables[config.train_split], whole
+    if config.test_split is not None and config.test_split not in tables:
+        near = did_you_mean(config.test_split, tables)
+        raise FedsieveError(
+            f'data.test_split: {source} has no split "{config.test_split}".{near} It has: {", ".join(tables)}'
+        )
+    test = config.test_split or "test"
+    whole = test not in tables
+    return tables[config.train_split if split == "train" or whole else test], tables[config.train_split], whole
+
+
+def _load_dataset(config: Data) -> "datasets.DatasetDict":
+    """Parquet files of a folder, or a dataset of the hub."""
+    import datasets
+
+    source, local = config.source, kind_of(config.source) == "folder"
+    path = str(Path(source).expanduser()) if local else source
+    if local:
+        _check_parquet(_data_files(Path(path)))
+    try:
+        return datasets.load_dataset(
+            path, config.subset, revision=config.revision, cache_dir=str(cache_folder(config) / "datasets")
+        )
+    except Exception as error:  # datasets wraps causes of every kind
+        if local:
+            _check_parquet(_data_files(Path(path)), deep=True)
+            raise FedsieveError(f"data.source: {source} could not be read: {_first_line(error)}", 1) from None
+        raise FedsieveError(
+            f"data.source: {source} could not be loaded from the hub and no folder has that name: {_first_line(error)}\n"
+            "Offline, point data.source at a local folder, or use the embedded set: data.source=digits",
+            1,
+        ) from None
+
+
+def _class_folders(root: Path, config: Data) -> "dict[str, datasets.Dataset]":
+    """Images by class: ROOT/SPLIT/CLASS/*, or ROOT/CLASS/* where there is no folder of the training split's name.
+
+    Listed here, since datasets' own reader drops files whose names look like splits.
+    """
+    import datasets
+
+    splits = {config.train_split: root}
+    if (root / config.train_split).is_dir() and any(path.is_dir() for path in (root / config.train_split).iterdir()):
+        splits = {path.name: path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")}
+    names = sorted(path.name for path in splits[config.train_split].iterdir() if path.is_dir() and _images(path))
+    if len(names) < 2:
+        raise FedsieveError(
+            f"data.source: {root} needs a folder of images for each of two classes at least, as ROOT/CLASS/* or "
+            f"ROOT/{config.train_split}/CLASS/*. Found: {', '.join(names) or 'none'}"
+        )
+    tables = {}
+    for split, folder in splits.items():
+        found = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and _images(path)]
+        if unknown := set(found) - set(names):
+            raise FedsieveError(
+                f"data.source: {folder} has classes that are not trained: {', '.join(sorted(unknown)[:3])}"
+            )
+        files = [(str(file), names.index(name)) for name in found for file in _images(folder / name)]
+        columns = {"image": [file for file, _ in files], "label": [label for _, label in files]}
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+        tables[split] = datasets.Dataset.from_dict(columns, features=features)
+    return tables
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
 
 
 def _first_line(error: BaseException) -> str:
@@ -338,77 +401,95 @@ def _is_bytes(feature: Any) -> bool:
 
 
 def _class_names(table: "datasets.Dataset", column: str) -> list[str]:
+    """The classes: as the dataset names them, or the different labels of its training rows."""
     import datasets
 
     feature = table.features[column]
     if isinstance(feature, datasets.ClassLabel):
         return list(feature.names)
-    values = table.unique(column)
-    if all(isinstance(value, int) for value in values):
-        return [str(number) for number in range(max(values) + 1)]
-    return sorted(map(str, values))
+    kind = getattr(feature, "dtype", "a list")
+    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", kind):
+        raise FedsieveError(f"data.label_column: {column} holds {kind}; labels are whole numbers or words")
+    values = [value for value in table.unique(column) if value is not None]
+    return [str(value) for value in sorted(values)]
 
 
 def _labels(table: "datasets.Dataset", column: str, class_names: list[str], source: str) -> np.ndarray:
     """Labels as numbers of `class_names`; a row without a known label is refused by number."""
-    values = np.asarray(table.with_format("numpy")[column][:])
-    if not np.issubdtype(values.dtype, np.integer):
+    import datasets
+
+    values = table.with_format("arrow")[column][:].to_pylist()
+    if isinstance(table.features[column], datasets.ClassLabel):
+        labels = np.array([-1 if value is None else value for value in values], dtype=np.int64)
+    else:
         numbers = {name: number for number, name in enumerate(class_names)}
-        values = np.array([numbers.get(str(value), -1) for value in values])
-    labels = values.astype(np.int64)
+        labels = np.array([-1 if value is None else numbers.get(str(value), -1) for value in values], dtype=np.int64)
     wrong = np.flatnonzero((labels < 0) | (labels >= len(class_names)))
     if len(wrong):
-        raise FedsieveError(
-            f"{source}: row {wrong[0]} has the label {table[int(wrong[0])][column]!r}, which is not one of the "
-            f"{len(class_names)} classes ({len(wrong)} such rows)",
-            1,
+        value = values[wrong[0]]
+        what = (
+            "no label" if value is None else f"the label {value!r}, which is not one of the {len(class_names)} classes"
         )
+        raise FedsieveError(f"{source}: row {wrong[0]} has {what} ({len(wrong)} such rows)", 1)
     return labels
 
 
-def _items(table: "datasets.Dataset", column: str) -> Iterator[list[tuple[int, Any]]]:
-    """The rows of the image column in order, undecoded, in small lists of (row number, value)."""
+def _items(table: "datasets.Dataset", column: str, rows: np.ndarray) -> Items:
+    """The values of the image column in order, undecoded; `rows` says which row of the source each was."""
     import datasets
 
     table = table.select_columns([column])
     if isinstance(table.features[column], datasets.Image):
         table = table.cast_column(column, datasets.Image(decode=False))
-    row = 0
+    place = 0
     for batch in table.iter(batch_size=256):
         values = batch[column]
-        yield list(enumerate(values, row))
-        row += len(values)
+        yield [(place + i, int(rows[place + i]), value) for i, value in enumerate(values)]
+        place += len(values)
 
 
-def _open(item: tuple[int, Any], source: str) -> Image.Image:
-    row, value = item
-    name, content = None, value
-    if isinstance(value, dict):
-        name, content = value.get("path"), value.get("bytes")
-    where = f"{name or source} (row {row})"
+def _open(item: tuple[int, int, Any], source: str) -> Image.Image:
+    """The image of one row, upright, not yet decoded where its format allows that."""
+    value = item[2]
+    name, content = (value.get("path"), value.get("bytes")) if isinstance(value, dict) else (None, value)
     if content is None and not (name and os.path.exists(name)):
-        raise FedsieveError(f"{where}: there is no image in this row", 1)
+        raise FedsieveError(f"{_where(item, source)}: there is no image in this row", 1)
     try:
-        return Image.open(io.BytesIO(content) if content is not None else str(name))
-    except Exception as error:
-        raise FedsieveError(f"{where}: not an image that can be read: {_first_line(error)}", 1) from None
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(content) if content is not None else str(name)))
+    except Exception as error:  # decoders fail in many ways
+        raise FedsieveError(f"{_where(item, source)}: not an image that can be read: {_first_line(error)}", 1) from None
 
 
-def _pixels(item: tuple[int, Any], side: int | None, source: str) -> np.ndarray:
-    """The RGB pixels (3, H, W) of one row, shrunk and centre-cropped to a square where `side` is given."""
+def _where(item: tuple[int, int, Any], source: str) -> str:
+    name = item[2].get("path") if isinstance(item[2], dict) else None
+    return f"{name or source} (row {item[1]})"
+
+
+def _pixels(item: tuple[int, int, Any], side: int | None, source: str) -> np.ndarray:
+    """The RGB pixels (3, H, W) of one row; where `side` is given, its middle as a square of that side."""
     image = _open(item, source)
     try:
-        image = image.convert("RGB")
-    except Exception as error:
-        row, value = item
-        name = value.get("path") if isinstance(value, dict) else None
-        raise FedsieveError(f"{name or source} (row {row}): the image is damaged: {_first_line(error)}", 1) from None
+        image = _rgb(image)
+    except Exception as error:  # decoders fail in many ways
+        raise FedsieveError(f"{_where(item, source)}: the image is damaged: {_first_line(error)}", 1) from None
     if side is not None:
         scale = side / min(image.size)
         image = image.resize([max(side, round(length * scale)) for length in image.size], Image.Resampling.BICUBIC)
         left, top = (image.width - side) // 2, (image.height - side) // 2
         image = image.crop((left, top, left + side, top + side))
     return np.asarray(image).transpose(2, 0, 1)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Any image as 8-bit RGB: 16-bit grey is scaled, transparency laid on white."""
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image, dtype=np.float64) / 257).round().clip(0, 255).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no known range; save it with 8 or 16 bits")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -427,10 +508,7 @@ def keep_classes(
     labels = images.labels[torch.from_numpy(rows)]
     if classes is None:
         return rows, labels, images.class_names
-    if max(classes) >= len(images.class_names):
-        raise FedsieveError(
-            f"data.classes: there is no class {max(classes)}; classes are 0 to {len(images.class_names) - 1}"
-        )
+    _check_classes(classes, images.class_names)
     number = torch.full((len(images.class_names),), -1)
     number[torch.tensor(classes)] = torch.arange(len(classes))
     labels = number[labels]
@@ -441,22 +519,29 @@ def keep_classes(
 def count_images(config: Data) -> tuple[int, int, int, int]:
     """Training images, test images, classes, and bytes of one stored image, without decoding what is not yet decoded."""
     counts = []
-    for split in ("train", "test"):
-        cached = None
-        if kind_of(config.source) == "embedded":
-            images = load_images(config, split)
+    splits: tuple[Split, ...] = ("train", "test")
+    for split in splits:
+        kind = kind_of(config.source)
+        cached = _find_cached(config, split) if kind == "folder" else None
+        if kind == "embedded" or cached:
+            images = _read_cache(cached) if cached else load_images(config, split)
             labels, class_names, pixels = images.labels.numpy(), images.class_names, images.images[0].numel()
-        elif kind_of(config.source) == "folder" and (cached := _find_cached(config, split)):
-            meta = json.loads((cached / "meta.json").read_text())
-            labels, class_names = np.load(cached / "labels.npy"), meta["class_names"]
-            pixels = int(np.prod(meta["shape"][1:]))
         else:
             table, reference, whole = _open_table(config, split)
             image_column, label_column = _columns(config, table)
             class_names = _class_names(reference, label_column)
             labels = _labels(table, label_column, class_names, config.source)
-            labels = labels[_held_out(labels, config, split)] if whole else labels
-            width, height = _open(next(_items(table, image_column))[0], config.source).size
-            pixels = 3 * min(width * height, max(_stored_side(config), 256) ** 2)
+            rows = _held_out(labels, config, split) if whole else np.arange(len(labels))
+            if not len(rows):
+                raise FedsieveError(f"data.source: {config.source} leaves no image in its {split} split", 1)
+            width, height = _open(next(_items(table.select(rows[:1]), image_column, rows))[0], config.source).size
+            pixels = 3 * (width * height if width == height <= 256 else _stored_side(config) ** 2)
+            labels = labels[rows]
+        _check_classes(config.classes, class_names)
         counts.append(len(labels) if config.classes is None else int(np.isin(labels, config.classes).sum()))
     return counts[0], counts[1], len(config.classes or class_names), pixels
+
+
+def _check_classes(classes: list[int] | None, class_names: list[str]) -> None:
+    if classes is not None and max(classes) >= len(class_names):
+        raise FedsieveError(f"data.classes: there is no class {max(classes)}; classes are 0 to {len(class_names) - 1}")

@@ -58,7 +58,7 @@ def fisher_sum(
 
     `memory` bounds the bytes of per-sample gradients that exist at once (512 MiB on a CPU, 8 GiB on a GPU);
     activations come on top. Squares are added in float32 inside such a chunk and in float64 across chunks.
-    `autocast` wraps the forward pass, except for per-sample gradients on a CPU.
+    `autocast` wraps the forward pass of `per="batch"`; per-sample gradients are computed in the weights' own precision.
     """
     for name, value, allowed in (("per", per, ("sample", "batch")), ("target", target, ("log_prob", "logit"))):
         if value not in allowed:
@@ -97,9 +97,9 @@ def fisher_sum(
     sums = space.unflatten(total)
     healthy = torch.ones((), dtype=torch.bool, device=device)
     count = samples = 0
-    # vmap has no rules for fused attention (it loops, with a warning), nor for the CPU's mixed-precision LayerNorm.
+    # vmap has no rules for fused attention (it loops, with a warning), nor for mixed-precision attention and LayerNorm.
     attention = sdpa_kernel(SDPBackend.MATH) if chunk else nullcontext()
-    if chunk and device.type == "cpu":
+    if chunk:
         autocast = nullcontext
     with _eval_mode(model), attention:
         for inputs, labels in batches:

@@ -54,10 +54,7 @@ def build_classifier(config: Model, classes: int, size: int, seed: int, pretrain
     """
     import timm
 
-    options: dict[str, Any] = dict(config.options)
-    declared = timm.get_pretrained_cfg(config.backbone.partition(".")[0], allow_unregistered=True)
-    if declared is not None and declared.fixed_input_size:
-        options.setdefault("img_size", size)
+    options = timm_options(config, size)
     logging.getLogger("timm").setLevel(logging.WARNING)
     # timm initialises from torch's global state; fork_rng gives it back as it was.
     with torch.random.fork_rng(devices=[]):
@@ -74,7 +71,7 @@ def build_classifier(config: Model, classes: int, size: int, seed: int, pretrain
                 "Offline, set model.weights to a local .safetensors or .pth file",
                 1,
             ) from None
-        except (AssertionError, ValueError) as error:
+        except Exception as error:  # networks fail in their own ways
             raise FedsieveError(f"model: {config.backbone} at {size} px cannot be built: {error}") from None
         # Where timm's own head has a hidden layer, num_classes=0 still gives what comes after it.
         width: Any = getattr(backbone, "head_hidden_size", None) or backbone.num_features
@@ -85,6 +82,15 @@ def build_classifier(config: Model, classes: int, size: int, seed: int, pretrain
         if hasattr(module, "drop_prob"):
             setattr(module, "drop_prob", 0.0)  # noqa: B010
     return Classifier(backbone, head).eval()
+
+
+def timm_options(config: Model, size: int) -> dict[str, Any]:
+    """What timm.create_model is given: the config's options, and the input size where the network must know it."""
+    import timm
+
+    declared = timm.get_pretrained_cfg(config.backbone.partition(".")[0], allow_unregistered=True)
+    fixed = {"img_size": size} if declared is not None and declared.fixed_input_size else {}
+    return fixed | config.options
 
 
 def make_head(config: Model, width: int, classes: int) -> nn.Module:

@@ -3,9 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
 import json
+import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -57,22 +60,35 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
         write_atomic(folder / "config.yaml", to_yaml(experiment))
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
-    return _execute(experiment, folder, display)
+    try:
+        return _execute(experiment, folder, display)
+    except FedsieveError as error:
+        if error.exit_code == 2 and not list_checkpoints(folder / "checkpoints"):
+            shutil.rmtree(folder, ignore_errors=True)  # a wrong request: nothing was done that is worth keeping
+        raise
 
 
 def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
-    summary = folder / "summary.json"
-    if summary.exists():
+    if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
         display.say(f"{folder}: this run is finished")
         write_report(folder)
-        return json.loads(summary.read_text())
-    with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
-        # Sums are split by thread, so the same weights need the same number of threads.
-        torch.set_num_threads(json.loads((folder / "environment.json").read_text())["threads"])
+        return summary
+    threads = _read_json(folder / "environment.json").get("threads")
+    if isinstance(threads, int) and threads > 0:
+        torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
     return _execute(experiment, folder, display)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The mapping in a file; empty where it is missing or damaged, since all that is read so can be made again."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_experiment(folder: Path) -> Experiment:
@@ -125,7 +141,14 @@ class _Run:
         saved = load_newest(self.folder / "checkpoints", self.display.say)
         self.setup = prepare(self.experiment, self.display)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
-        self.marks = {"model.weights": digest(self.setup.model), "data.source": self.setup.data_fingerprint}
+        self.marks = {
+            "config.yaml": _config_digest(self.experiment),
+            "model.weights": digest(self.setup.model),
+            "data.source": self.setup.data_fingerprint,
+        }
+        if saved and not self._metrics_intact(saved[0]):
+            self.display.say(f"{self.folder / 'metrics.jsonl'} was changed or cut: the run starts over")
+            saved = None
         metrics_bytes = self._restore(*saved) if saved else 0
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
             # What was written after the checkpoint will be written again, the same.
@@ -144,6 +167,15 @@ class _Run:
                     tracker.finish(summary)
         write_report(self.folder)
         return summary
+
+    def _metrics_intact(self, numbers: dict[str, Any]) -> bool:
+        """Whether metrics.jsonl still begins with the lines that a checkpoint counts on."""
+        try:
+            content = (self.folder / "metrics.jsonl").read_bytes()[: numbers["metrics_bytes"]]
+            lines = [json.loads(line) for line in content.splitlines()]
+        except (OSError, ValueError):
+            return False
+        return len(content) == numbers["metrics_bytes"] and len(lines) == numbers["records"]
 
     def _train(self, trackers: list[Tracker]) -> None:
         """Every stage that is not over yet."""
@@ -251,7 +283,7 @@ class _Run:
     def _restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> int:
         """Take over a checkpoint, and give the length metrics.jsonl had then."""
         for key, mark in self.marks.items():
-            if numbers["marks"][key] != mark:
+            if numbers["marks"].get(key) != mark:
                 raise FedsieveError(
                     f"{self.folder}: {key} is not what this run began with: its content has changed. Put the original "
                     "back, or start a new run"
@@ -283,7 +315,9 @@ class _Run:
             setup.space(stage).write(setup.model, theta)
             logits = predict(setup.model, test, setup.autocast)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            stages[stage.name] = measure(logits, test.labels, "test") | rest
+            found = measure(logits, test.labels, "test")
+            # A model that diverged in its very last step has a loss no JSON reader takes.
+            stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
         self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
@@ -318,6 +352,12 @@ class _Run:
             sample_images=test.store.batch(to_rows(test.rows[sample])).cpu().numpy(),
         )
         write_atomic(self.folder / "predictions.npz", buffer.getvalue())
+
+
+def _config_digest(experiment: Experiment) -> str:
+    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
+    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
+    return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 
 # --- finished models -------------------------------------------------------------------------------------------------

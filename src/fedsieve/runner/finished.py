@@ -1,5 +1,6 @@
 """What can be done beside a run: measure and export its model, and look at data before training."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fedsieve.data.sources import Split, keep_classes, kind_of, load_images
 from fedsieve.data.transforms import make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
+from fedsieve.model.build import timm_options
 from fedsieve.model.weights import timm_tensors
 from fedsieve.report.explore import write_exploration
 from fedsieve.runner.environment import choose_device, make_autocast
@@ -23,22 +25,50 @@ from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import open_split
 from fedsieve.train.loop import measure, predict
 
+# What a model can be measured on; anything else in a config made the model, and changing it would change nothing.
+MEASURABLE = {
+    "source",
+    "subset",
+    "revision",
+    "image_column",
+    "label_column",
+    "train_split",
+    "test_split",
+    "placement",
+    "cache",
+}
 
-def evaluate(folder: Path, overrides: list[str], split: Split) -> dict[str, Any]:
-    """Accuracy and loss of a finished run's model; `overrides` may change the data and the device."""
+
+def evaluate(folder: Path, overrides: list[str], split: Split | None) -> dict[str, Any]:
+    """Accuracy and loss of a finished run's model; `overrides` may change where the data is, and the device.
+
+    Without a `split`: the test split; where other data than the run's has none, all of it.
+    """
     experiment, model, metadata = load_model(folder)
     changed = parse_config(to_yaml(experiment), overrides, where=str(folder / "config.yaml"))
-    if changed.model != experiment.model:
-        raise FedsieveError("evaluate: the model is the run's; only data.* and device can be overridden")
+    for override in overrides:
+        head, _, key = override.partition("=")[0].strip().partition(".")
+        if (head, key) not in {("device", ""), ("precision", "")} and not (head == "data" and key in MEASURABLE):
+            allowed = ", ".join(["device", "precision", *(f"data.{name}" for name in sorted(MEASURABLE))])
+            raise FedsieveError(
+                f"evaluate: {override} cannot be changed: the model was made with it. Allowed: {allowed}"
+            )
     device = choose_device(changed.device)
     transform = make_transform(changed.data, metadata["mean"], metadata["std"])
-    feed = open_split(changed.data, split, metadata["class_names"], transform, device)
-    found = measure(predict(model.to(device), feed, make_autocast(changed, device)), feed.labels, "x")
+    parts: list[Split] = [split or "test"]
+    elsewhere = changed.data.source != experiment.data.source
+    if split is None and elsewhere and load_images(changed.data, "test").whole:
+        parts = ["train", "test"]
+    feeds = [open_split(changed.data, part, metadata["class_names"], transform, device) for part in parts]
+    model, autocast = model.to(device), make_autocast(changed, device)
+    logits = torch.cat([predict(model, feed, autocast) for feed in feeds])
+    found = measure(logits, torch.cat([feed.labels for feed in feeds]), "x")
     return {
         "source": changed.data.source,
+        "split": "all of it" if len(parts) == 2 else parts[0],
         "accuracy": found["x_accuracy"],
         "loss": found["x_loss"],
-        "images": len(feed),
+        "images": len(logits),
     }
 
 
@@ -63,9 +93,7 @@ def export(source: Path, to: Path, backbone_only: bool, sparse: bool, weights: s
     experiment, model, metadata = load_patch(source, weights, display) if source.is_file() else load_model(source)
     classes = 0 if backbone_only else len(metadata["class_names"])
     tensors = timm_tensors(model, with_head=not backbone_only)
-    options: dict[str, Any] = {"num_classes": classes, **experiment.model.options}
-    if hasattr(model.backbone, "patch_embed"):
-        options.setdefault("img_size", experiment.data.size)
+    options = {"num_classes": classes, **timm_options(experiment.model, experiment.data.size)}
     architecture = experiment.model.backbone.partition(".")[0]
     try:
         timm.create_model(architecture, **options).load_state_dict(tensors)
@@ -73,7 +101,7 @@ def export(source: Path, to: Path, backbone_only: bool, sparse: bool, weights: s
         raise FedsieveError(
             f"export: timm's {architecture} does not take these weights: {str(error)[:300]}", 1
         ) from None
-    write_atomic(to, safetensors.torch.save(tensors, {"class_names": ",".join(metadata["class_names"])}))
+    write_atomic(to, safetensors.torch.save(tensors, {"class_names": json.dumps(metadata["class_names"])}))
     arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
     return (
         f'{to}: {to.stat().st_size:,} bytes\ntimm.create_model("{architecture}", {arguments}, checkpoint_path="{to}")'
@@ -83,6 +111,8 @@ def export(source: Path, to: Path, backbone_only: bool, sparse: bool, weights: s
 def explore(experiment: Experiment, folder: Path, say: Callable[[str], None]) -> Path:
     """A page about the training images, and the numbers behind it."""
     kind_of(experiment.data.source)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FedsieveError(f"--out: {folder} is there already. Choose another folder")
     images = load_images(experiment.data, "train", say)
     pixels, rows = images.images, np.arange(len(images))
     rows, labels, class_names = keep_classes(images, rows, experiment.data.classes)

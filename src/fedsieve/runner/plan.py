@@ -9,11 +9,11 @@ from torch import nn
 from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.data.sources import count_images
 from fedsieve.data.store import free_memory
-from fedsieve.mask.calibration import LAYERS, maskable
-from fedsieve.model.build import build_classifier, trainable_names
+from fedsieve.model.build import trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.environment import device_name
-from fedsieve.runner.setup import preflight
+from fedsieve.runner.setup import blank_model, preflight
+from fedsieve.train.sieve import taking_part
 
 
 def plan(experiment: Experiment) -> list[tuple[str, str]]:
@@ -22,10 +22,7 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
     rows, test, classes, image_bytes = count_images(experiment.data)
     held = round(experiment.data.val_fraction * rows)
     train = rows - held
-    with torch.device("meta"):
-        model = build_classifier(
-            experiment.model.model_copy(update={"weights": "none"}), classes, experiment.data.size, experiment.seed
-        )
+    model = blank_model(experiment, classes)
     everything = ParamSpace.of(model)
     lines = [
         ("device", f"{device_name(device)}, {size(free_memory(device))} free"),
@@ -64,7 +61,7 @@ def trains(model: nn.Module, space: ParamSpace, whole: int, sieve: Sieve | None)
     """How many weights of a stage move."""
     if sieve is None:
         return f"{space.size:,} weights, {100 * space.size / whole:.1f} % of all (density 1: no mask)"
-    taking = int(maskable(space, model, LAYERS if sieve.kinds == "default" else sieve.kinds).sum())
+    taking = int(taking_part(sieve, model, space).sum())
     k = round((1 - sieve.sparsity) * taking)
     note = "" if sieve.granularity == "weight" else f" at most, in whole groups ({sieve.granularity})"
     density = f"density {1 - sieve.sparsity:.3g} of {taking:,} maskable"

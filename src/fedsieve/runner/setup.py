@@ -18,7 +18,7 @@ from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statisti
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
-from fedsieve.model.build import Classifier, check_backbone, trainable_names
+from fedsieve.model.build import Classifier, build_classifier, check_backbone, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier, weights_file
 from fedsieve.randomness import generator
@@ -27,6 +27,7 @@ from fedsieve.runner.progress import Display
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
 from fedsieve.train.savings import spare_frozen
+from fedsieve.train.sieve import check_sieve
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -38,7 +39,26 @@ def preflight(experiment: Experiment) -> torch.device:
     check_backbone(experiment.model)
     if experiment.model.weights not in ("hub", "none", "digits"):
         weights_file(experiment.model)
+    model = blank_model(experiment, classes=2)
+    for stage in experiment.stages:
+        space = ParamSpace.of(model, trainable_names(model, stage.train))
+        if (sieve := experiment.mask_of(stage)) is not None:
+            check_sieve(sieve, model, space)
     return device
+
+
+def blank_model(experiment: Experiment, classes: int) -> Classifier:
+    """The experiment's network without memory for its weights, shown to take images of the asked size."""
+    size, bare = experiment.data.size, experiment.model.model_copy(update={"weights": "none"})
+    with torch.device("meta"):
+        model = build_classifier(bare, classes, size, experiment.seed)
+        try:
+            model(torch.empty(2, 3, size, size))
+        except Exception as error:  # networks fail in their own ways
+            raise FedsieveError(
+                f"model: {bare.backbone} does not take images of {size} px: {str(error).splitlines()[0][:200]}"
+            ) from None
+    return model
 
 
 @dataclass

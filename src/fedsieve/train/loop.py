@@ -133,13 +133,14 @@ def train_stage(
             "lr": rate,
             "images_per_second": seen / seconds,
         }
-        if not math.isfinite(loss_sum):
+        if math.isfinite(loss_sum):
+            record |= validate()
+        if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
             raise FedsieveError(
                 f'stage "{stage.name}" diverged in epoch {state.epoch + 1}: the loss is not finite. '
                 f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm",
                 1,
             )
-        record |= validate()
         record["seconds"] = time.perf_counter() - clock
         _end_epoch(stage, state, record)
         if state.done and state.best is not None:

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Fisher, Sieve
+from fedsieve.errors import FedsieveError
 from fedsieve.mask.calibration import LAYERS, RULES, calibrate, hybrid, maskable, random_scores
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.scores import fisher, magnitude, shrunk
-from fedsieve.mask.selection import attention_heads
+from fedsieve.mask.selection import attention_heads, can_last, check_request, group_ids
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
@@ -29,7 +31,7 @@ def make_mask(
 ) -> Mask:
     """The mask of a stage: the weights of `space` that its rule lets train, scored on examples of `feed`."""
     rule = RULES[sieve.rule]
-    taking = maskable(space, model, LAYERS if sieve.kinds == "default" else sieve.kinds)
+    taking = taking_part(sieve, model, space)
 
     def sensitivity(active: Mask, number: int) -> Tensor:
         frozen = taking & ~active.to_bool()
@@ -72,6 +74,28 @@ def make_mask(
         min_active_per_tensor=sieve.min_active_per_tensor,
         heads=attention_heads(model) if sieve.granularity == "attention_head" else None,
         on_round=on_round,
+    )
+
+
+def taking_part(sieve: Sieve, model: nn.Module, space: ParamSpace) -> Tensor:
+    """The weights of the space that may be in the mask, bool (D,)."""
+    return maskable(space, model, LAYERS if sieve.kinds == "default" else sieve.kinds)
+
+
+def check_sieve(sieve: Sieve, model: nn.Module, space: ParamSpace) -> None:
+    """Refuse a mask that cannot be made, before anything is scored: too sparse for its floors or its groups."""
+    taking = taking_part(sieve, model, space)
+    check_request(sieve.allocation, sieve.granularity)
+    heads = attention_heads(model) if sieve.granularity == "attention_head" else None
+    if sieve.granularity != "weight":
+        taking = taking & torch.from_numpy(group_ids(space, sieve.granularity, heads) >= 0)
+    k = round((1 - sieve.sparsity) * int(taking.sum()))
+    if k < 1:
+        raise FedsieveError(
+            f"mask.sparsity: {sieve.sparsity:g} of {int(taking.sum()):,} maskable weights leaves none to train"
+        )
+    can_last(
+        k, taking, space, granularity=sieve.granularity, min_active_per_tensor=sieve.min_active_per_tensor, heads=heads
     )
 
 
