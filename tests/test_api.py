@@ -1,5 +1,9 @@
+import runpy
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import fedsieve
 
@@ -7,6 +11,14 @@ import fedsieve
 def test_every_public_name_is_there():
     for name in fedsieve.__all__:
         assert getattr(fedsieve, name).__doc__
+
+
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[1] / "examples").glob("*.py")), ids=lambda path: path.name
+)
+def test_every_example_runs(example, capsys):
+    runpy.run_path(str(example))
+    assert capsys.readouterr().out
 
 
 def test_importing_the_package_imports_no_torch():

@@ -4,20 +4,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "FedsieveError", "ParamSpace", "load_config", "parse_config", "resume", "run"]
+__all__ = [
+    "Experiment",
+    "FedsieveError",
+    "Mask",
+    "ParamSpace",
+    "SparseAdamW",
+    "SparseSGDM",
+    "calibrate",
+    "fisher",
+    "load_config",
+    "parse_config",
+    "resume",
+    "run",
+]
 
 if TYPE_CHECKING:
     from fedsieve.config import Experiment, load_config, parse_config
     from fedsieve.errors import FedsieveError
+    from fedsieve.mask.calibration import calibrate
+    from fedsieve.mask.mask import Mask
+    from fedsieve.mask.scores import fisher
     from fedsieve.model.space import ParamSpace
     from fedsieve.runner.experiment import resume, run
+    from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
 
 _HOMES = {
     "Experiment": "fedsieve.config",
     "load_config": "fedsieve.config",
     "parse_config": "fedsieve.config",
     "FedsieveError": "fedsieve.errors",
+    "Mask": "fedsieve.mask.mask",
     "ParamSpace": "fedsieve.model.space",
+    "SparseAdamW": "fedsieve.train.optimizers",
+    "SparseSGDM": "fedsieve.train.optimizers",
+    "calibrate": "fedsieve.mask.calibration",
+    "fisher": "fedsieve.mask.scores",
     "resume": "fedsieve.runner.experiment",
     "run": "fedsieve.runner.experiment",
 }
