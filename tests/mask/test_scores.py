@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedsieve.errors import FedsieveError
-from fedsieve.mask.scores import fisher, fisher_sum, magnitude, sample_classes, shrunk, uniform
+from fedsieve.mask.scores import fisher, fisher_sum, magnitude, sample_classes, shrunk
 from fedsieve.model.space import ParamSpace
 
 CLASSES, COUNT = 5, 11
@@ -245,8 +245,5 @@ def test_shrinking_changes_the_frozen_weights_and_restores_their_bits(bound):
         assert torch.equal(space.read(model), before)
 
 
-def test_magnitude_and_uniform_scores():
+def test_magnitude_is_the_absolute_weight():
     assert magnitude(nn.Parameter(torch.tensor([-2.0, 1.0]))).tolist() == [2.0, 1.0]
-    scores = uniform(1000, np.random.default_rng(0))
-    assert scores.shape == (1000,) and scores.min() >= 0 and scores.max() < 1
-    assert torch.equal(scores, uniform(1000, np.random.default_rng(0)))

@@ -144,11 +144,6 @@ def magnitude(theta: Tensor) -> Tensor:
     return theta.detach().abs()
 
 
-def uniform(size: int, rng: np.random.Generator) -> Tensor:
-    """A uniform number for each of `size` weights, (D,) float32: for masks drawn at random."""
-    return torch.from_numpy(rng.random(size, dtype=np.float32))
-
-
 @contextmanager
 def shrunk(model: nn.Module, space: ParamSpace, frozen: Tensor, factor: float) -> Iterator[None]:
     """Multiply the frozen weights, where `frozen` (D,) is true, by `factor` inside the block; restore them bit for bit."""

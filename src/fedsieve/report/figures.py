@@ -55,7 +55,7 @@ SPLITS = {
 }
 
 
-def _drawn(draw: Callable[P, Figure]) -> Callable[P, str]:
+def drawn(draw: Callable[P, Figure]) -> Callable[P, str]:
     """Runs `draw` in the shared style and returns its figure as SVG."""
 
     @functools.wraps(draw)
@@ -93,7 +93,7 @@ def column(rows: Sequence[Mapping[str, Any]], field: str) -> np.ndarray:
 # --- curves over epochs ----------------------------------------------------------------------------------------------
 
 
-@_drawn
+@drawn
 def curves(rows: Sequence[Mapping[str, Any]], metric: str, chosen: Sequence[int] = (), scale: float = 1.0) -> Figure:
     """`metric` ("accuracy" or "loss") of each split by epoch; `chosen` are the indices of the epochs that were kept."""
     figure, axes = _panel(rows)
@@ -119,7 +119,7 @@ def curves(rows: Sequence[Mapping[str, Any]], metric: str, chosen: Sequence[int]
     return figure
 
 
-@_drawn
+@drawn
 def over_epochs(rows: Sequence[Mapping[str, Any]], field: str, label: str, log: bool = False) -> Figure:
     """One field by epoch; `log` allows a log scale where one stage would flatten the other."""
     figure, axes = _panel(rows, height=2.2)
@@ -135,7 +135,7 @@ def over_epochs(rows: Sequence[Mapping[str, Any]], field: str, label: str, log: 
     return figure
 
 
-@_drawn
+@drawn
 def overlay(lines: Sequence[tuple[int, np.ndarray, np.ndarray]], label: str) -> Figure:
     """Lines (number, x, y) in one panel; the page's legend names the numbers, each drawn in its `pen`."""
     figure = Figure(figsize=PANEL, layout="constrained")
@@ -187,7 +187,7 @@ def _marker(x: np.ndarray) -> str | None:
 # --- classes ---------------------------------------------------------------------------------------------------------
 
 
-@_drawn
+@drawn
 def bars(names: Sequence[str], values: np.ndarray, label: str, top: float | None = None, digits: int = 1) -> Figure:
     """Horizontal bars in the given order, first on top, each with its value."""
     figure = Figure(figsize=(PANEL[0], max(PANEL[1], 0.6 + 0.2 * len(names))), layout="constrained")
@@ -206,7 +206,7 @@ def bars(names: Sequence[str], values: np.ndarray, label: str, top: float | None
     return figure
 
 
-@_drawn
+@drawn
 def ranked(values: np.ndarray, label: str) -> Figure:
     """One thin bar for each of many classes, in the given order."""
     figure = Figure(figsize=PANEL, layout="constrained")
@@ -218,7 +218,7 @@ def ranked(values: np.ndarray, label: str) -> Figure:
     return figure
 
 
-@_drawn
+@drawn
 def histogram(values: np.ndarray, label: str) -> Figure:
     """How a number is spread over the classes."""
     figure = Figure(figsize=PANEL, layout="constrained")
@@ -236,7 +236,7 @@ def _flag(axes: Axes, x: float, label: str) -> None:
     axes.text(x, 1.02, label, transform=axes.get_xaxis_transform(), color=ORANGE, fontsize=8, ha="center")
 
 
-@_drawn
+@drawn
 def sureness(confidence: np.ndarray, right: np.ndarray) -> Figure:
     """How sure the model was (n,) where it was right and where it was wrong (n,)."""
     figure = Figure(figsize=PANEL, layout="constrained")
@@ -251,7 +251,7 @@ def sureness(confidence: np.ndarray, right: np.ndarray) -> Figure:
     return figure
 
 
-@_drawn
+@drawn
 def confusion(shares: np.ndarray, names: Sequence[str]) -> Figure:
     """Shares (C, C) of each true class (row) by prediction: right in blue, wrong in orange, errors drawn out."""
     right = np.eye(len(shares), dtype=bool)
@@ -267,7 +267,7 @@ def confusion(shares: np.ndarray, names: Sequence[str]) -> Figure:
     return figure
 
 
-@_drawn
+@drawn
 def closeness(distances: np.ndarray, names: Sequence[str]) -> Figure:
     """Distances (C, C) between classes: the closer, the stronger; nothing on the diagonal."""
     apart = np.where(np.eye(len(distances), dtype=bool), np.nan, distances)
@@ -302,7 +302,7 @@ def _matrix(cells: np.ndarray, names: Sequence[str]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-@_drawn
+@drawn
 def outlier_law(squared: np.ndarray, degrees: int, threshold: float) -> Figure:
     """Histogram of squared Mahalanobis distances against the chi-squared density they would follow if normal."""
     figure = Figure(figsize=PANEL, layout="constrained")

@@ -30,6 +30,12 @@ class Scores(BaseModel):
 class StageSummary(Scores):
     best_at: int | None = None  # the chosen epoch of the stage, counted from 1
     epochs: int | None = None
+    # Of a sparse stage's mask:
+    sparsity: float | None = None  # of the maskable weights
+    active: int | None = None
+    mask_id: str | None = None
+    rule: str | None = None
+    calibration_seconds: float | None = None
 
 
 class Summary(Scores):

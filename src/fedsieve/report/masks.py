@@ -15,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.overlap import block_of, blocks, expected_jaccard, jaccard_table
-from fedsieve.report.figures import BLUE, GRID, INK, LABELLED_CLASSES, MUTED, ORANGE, PANEL, _drawn, pen, short
+from fedsieve.report.figures import BLUE, GRID, INK, LABELLED_CLASSES, MUTED, ORANGE, PANEL, drawn, pen, short
 from fedsieve.report.html import figure, render, save
 
 WIDE = 9.9  # inches: a figure over the whole page, with letters as large as in two side by side
@@ -186,7 +186,7 @@ def allocation_figures(mask: Mask, floor: int = 1) -> dict[str, str]:
     return {"tensors": tensor_map(tensor_rows(mask, floor)), "blocks": block_bars(mask_rows(mask, floor), mask.density)}
 
 
-@_drawn
+@drawn
 def tensor_map(rows: Sequence[TensorRow]) -> Figure:
     """The active share of each tensor in per cent: blocks are columns, kinds of tensors are rows, the rest is a list."""
     inside = [row for row in rows if row.block not in AROUND]
@@ -264,7 +264,7 @@ def _state_legend(figure: Figure, rows: Sequence[TensorRow]) -> None:
     )
 
 
-@_drawn
+@drawn
 def block_bars(rows: Sequence[MaskRow], density: float) -> Figure:
     """Active weights of each block, and where every bar would end at the overall density."""
     figure, axes = _over_blocks([row.block for row in rows], height=4.4)  # as tall as the table beside it
@@ -279,7 +279,7 @@ def block_bars(rows: Sequence[MaskRow], density: float) -> Figure:
     return figure
 
 
-@_drawn
+@drawn
 def block_shares(shares: np.ndarray, names: Sequence[str]) -> Figure:
     """The active share (n, blocks) of every block in each mask; the page's legend names the masks."""
     figure, axes = _over_blocks(names)
@@ -291,7 +291,7 @@ def block_shares(shares: np.ndarray, names: Sequence[str]) -> Figure:
     return figure
 
 
-@_drawn
+@drawn
 def depth_curve(values: np.ndarray, chance: np.ndarray, names: Sequence[str]) -> Figure:
     """Jaccard indices (blocks, m) of m pairs by block: their mean, their range, and chance."""
     figure, axes = _over_blocks(names)
@@ -307,7 +307,7 @@ def depth_curve(values: np.ndarray, chance: np.ndarray, names: Sequence[str]) ->
     return figure
 
 
-@_drawn
+@drawn
 def tensor_depths(values: np.ndarray, chance: np.ndarray, names: Sequence[str], few: np.ndarray) -> Figure:
     """Jaccard indices (tensors, m) of every tensor in depth order; those of `few` active weights are drawn hollow."""
     figure = Figure(figsize=(WIDE, 3.1), layout="constrained")
@@ -332,7 +332,7 @@ def tensor_depths(values: np.ndarray, chance: np.ndarray, names: Sequence[str], 
     return figure
 
 
-@_drawn
+@drawn
 def holder_bars(shares: np.ndarray, chance: np.ndarray) -> Figure:
     """The shares of weights that exactly 1, 2, ... n masks hold (n + 1,), and those of chance. None is left out."""
     figure = Figure(figsize=PANEL, layout="constrained")
@@ -347,7 +347,7 @@ def holder_bars(shares: np.ndarray, chance: np.ndarray) -> Figure:
     return figure
 
 
-@_drawn
+@drawn
 def pair_map(jaccard: np.ndarray, chance: np.ndarray, names: Sequence[str]) -> Figure:
     """Jaccard indices of the m pairs of n masks above the diagonal, those of chance below it."""
     n = len(names)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
 
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.report import figures
-from fedsieve.report.folder import Predictions, RunFolder, read_run
+from fedsieve.report.folder import Predictions, RunFolder, StageSummary, read_run
 from fedsieve.report.html import TILE, figure, flatten, render, save, tile
 from fedsieve.report.masks import Allocation
 
@@ -20,27 +19,13 @@ ALL_BARS = 40  # up to so many classes every one has a bar; beyond, the best and
 SOME_BARS = 15
 
 
-class Sieved(BaseModel):
-    """What summary.json says of a stage's mask; all None where the stage was dense."""
-
-    sparsity: float | None = None  # of the maskable weights
-    active: int | None = None
-    mask_id: str | None = None
-    rule: str | None = None
-    calibration_seconds: float | None = None
-
-
-class _Stages(BaseModel):
-    stages: dict[str, Sieved] = {}
-
-
 def write_report(folder: Path) -> Path:
     """Writes report.html, and its figures under figures/, into the run folder `folder`; returns the page."""
     run = read_run(folder)
     drawings = _curves(run)
     classes = _classes(run.predictions) if run.predictions else None
-    sieved, damage = _sieved(run)
-    masks = _masks(run, sieved, damage)
+    damage: list[str] = []
+    masks = _masks(run, damage)
     mask_drawings = {f"mask-{mask.name}-{part}": svg for mask in masks for part, svg in mask.drawings.items()}
     for name, svg in {**drawings, **mask_drawings, **(classes["drawings"] if classes else {})}.items():
         save(folder / "figures" / f"{name}.svg", svg)
@@ -52,9 +37,9 @@ def write_report(folder: Path) -> Path:
         "report.html",
         run=run,
         problems=[*run.problems, *damage],
-        sieved=sieved,
+        stages=run.summary.stages if run.summary else {},
         masks=masks,
-        dense=Sieved(),
+        dense=StageSummary(),
         summary=run.summary,
         last=run.epochs[-1] if run.epochs else None,
         planned=sum(stage.epochs for stage in run.experiment.stages),
@@ -70,18 +55,7 @@ def write_report(folder: Path) -> Path:
     return save(folder / "report.html", page)
 
 
-def _sieved(run: RunFolder) -> tuple[dict[str, Sieved], list[str]]:
-    """What the summary says of each stage's mask, and what is wrong with it."""
-    if run.summary is None:
-        return {}, []  # not written yet, or damaged, which is told already
-    try:
-        return _Stages.model_validate_json((run.path / "summary.json").read_bytes()).stages, []
-    except ValidationError as error:
-        first = error.errors()[0]
-        return {}, [f"summary.json is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}"]
-
-
-def _masks(run: RunFolder, sieved: dict[str, Sieved], damage: list[str]) -> list[Allocation]:
+def _masks(run: RunFolder, damage: list[str]) -> list[Allocation]:
     """The masks of the sparse stages, in the order of the stages; a damaged file becomes a sentence in `damage`."""
     order = {stage.name: number for number, stage in enumerate(run.experiment.stages)}
     settings = {stage.name: run.experiment.mask_of(stage) for stage in run.experiment.stages}
@@ -93,7 +67,7 @@ def _masks(run: RunFolder, sieved: dict[str, Sieved], damage: list[str]) -> list
         except FedsieveError as error:
             damage.append(str(error).replace(str(path), f"masks/{path.name}"))
             continue
-        told = sieved.get(path.stem, Sieved()).mask_id
+        told = run.summary.stages.get(path.stem, StageSummary()).mask_id if run.summary else None
         if told and not mask.id.startswith(told):
             damage.append(f"masks/{path.name} is not the mask of the run: its id is {mask.id}, the summary's {told}")
         setting = settings.get(path.stem)
