@@ -27,11 +27,16 @@ model:
   weights: none
 stages:
   - {name: head, train: head, epochs: 3, batch_size: 100, optimizer: {lr: 0.1}}
-  - {name: all, train: all, epochs: 3, batch_size: 100, optimizer: {lr: 0.05, weight_decay: 1e-4}}
+  - name: all
+    train: all
+    mask: {rule: least_sensitive, sparsity: 0.5, calibration_rounds: 2, fisher: {samples: 30}}
+    epochs: 3
+    batch_size: 100
+    optimizer: {lr: 0.05, weight_decay: 1e-4}
 tracking: [tensorboard]
 checkpoint: {every_seconds: 0}
 """
-TIMES = {"seconds", "images_per_second"}
+TIMES = {"seconds", "images_per_second", "calibration_seconds"}
 
 # A server that has imported everything and run nothing: children start in milliseconds and inherit no threads.
 processes = multiprocessing.get_context("forkserver")

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsieve.config import Allocation, Granularity
 from fedsieve.errors import FedsieveError, did_you_mean
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.selection import Allocation, Granularity, can_last, check_request, group_ids, ordered, select
+from fedsieve.mask.selection import can_last, check_request, group_ids, ordered, select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 

@@ -7,18 +7,16 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsieve.config import Allocation, Granularity
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.overlap import blocks
 from fedsieve.model.space import ParamSpace
-
-Allocation = Literal["global", "tensor", "block"]
-Granularity = Literal["weight", "row", "attention_head", "block"]
 
 # An allocation gives each unit its own budget, so no group may reach over two of them.
 _COARSER: dict[str, tuple[str, ...]] = {"global": (), "tensor": ("attention_head", "block"), "block": ("block",)}

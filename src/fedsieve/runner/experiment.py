@@ -129,7 +129,8 @@ class _Run:
         self.seconds = 0.0  # up to the last checkpoint
         self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
         self.chosen: list[Tensor] = []  # and its chosen weights
-        self.state: StageState | None = None  # of the stage under way
+        self.state: StageState | None = None  # of the stage under way,
+        self.calibration_seconds = 0.0  # and of its mask
 
     def go(self) -> dict[str, Any]:
         self.clock = time.perf_counter()
@@ -181,9 +182,7 @@ class _Run:
         """Every stage that is not over yet."""
         test = self.setup.test_feed() if self.experiment.test_curve else None
         for stage in self.experiment.stages[len(self.finished) :]:
-            began = time.perf_counter()
             mask = self._mask(stage)
-            sieved = time.perf_counter() - began
             watch = (lambda: self._test(test)) if test is not None else dict
             space, self.state, ticks = fit_stage(self.setup, stage, self.state, watch, mask)
             for tick in ticks:
@@ -210,7 +209,7 @@ class _Run:
                     "seconds": self.state.seconds,
                     "trained": space.size,
                 }
-                | ({} if mask is None else self._describe(mask, stage, sieved))
+                | ({} if mask is None else self._describe(mask, stage))
             )
             self.state = None
             self._save()
@@ -231,13 +230,14 @@ class _Run:
             rounds = f"calibration round {number + 1} of {sieve.calibration_rounds}"
             self.display.say(f"{stage.name}: {rounds}, {mask.count:,} of {space.size:,} weights active")
 
-        setup = self.setup
+        setup, began = self.setup, time.perf_counter()
         mask = make_mask(sieve, setup.model, space, setup.train, self.experiment.seed, stage.name, setup.autocast, said)
+        self.calibration_seconds = time.perf_counter() - began
         file.parent.mkdir(exist_ok=True)
         mask.save(file)
         return mask
 
-    def _describe(self, mask: Mask, stage: Stage, seconds: float) -> dict[str, Any]:
+    def _describe(self, mask: Mask, stage: Stage) -> dict[str, Any]:
         """What the summary says of a mask."""
         sieve = self.experiment.mask_of(stage)
         assert sieve is not None
@@ -247,7 +247,7 @@ class _Run:
             "active": mask.count,
             "active_share": mask.count / sum(parameter.numel() for parameter in self.setup.model.parameters()),
             "mask_id": mask.id,
-            "calibration_seconds": seconds,
+            "calibration_seconds": self.calibration_seconds,
         }
 
     def _maybe_save(self, stage: Stage) -> None:
@@ -270,6 +270,7 @@ class _Run:
             "ticks": self.ticks,
             "records": self.records,
             "seconds": self.seconds,
+            "calibration_seconds": self.calibration_seconds,
             "metrics_bytes": self.metrics.tell(),
             "finished": self.finished,
             "marks": self.marks,
@@ -289,7 +290,7 @@ class _Run:
                     "back, or start a new run"
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
-        self.finished = numbers["finished"]
+        self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
         device = self.setup.device
         self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]
         for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
