@@ -151,6 +151,27 @@ def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, undisturbed):
     assert_same(outcome(folder), undisturbed)
 
 
+def test_a_stop_before_training_is_obeyed_at_once(tmp_path, tiny, monkeypatch):
+    """Decoding or computing features may take minutes: nobody waits for them after Ctrl-C."""
+    monkeypatch.setattr("fedsieve.runner.setup.load_images", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(FedsieveError, match="stopped.*fedsieve resume") as caught:
+        run(tiny(), tmp_path / "run")
+    assert caught.value.exit_code == 130
+    monkeypatch.undo()
+    assert resume(tmp_path / "run")["name"] == "tiny"
+
+
+def test_a_stop_while_training_ends_with_its_own_code(tmp_path, tiny):
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FedsieveError, match="nothing is lost") as caught:
+        patch.setattr("fedsieve.runner.progress.Display.step", stop)
+        run(tiny(), tmp_path / "run")
+    assert caught.value.exit_code == 143
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")
+
+
 def stop_after(folder, epochs):
     process = start(folder)
     while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_bytes().count(b"\n") < epochs:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,14 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
-    with _only_process(folder), _stop_signals() as stopped, display:
+    with _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, stopped).go()
+            return _Run(experiment, folder, display, signals).go()
+        except KeyboardInterrupt:
+            raise FedsieveError(
+                f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
+                128 + (signals.received or signal.SIGINT),
+            ) from None
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -120,10 +125,8 @@ def _intact(folder: Path) -> str:
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
-    def __init__(
-        self, experiment: Experiment, folder: Path, display: Display, stopped: Callable[[], int | None]
-    ) -> None:
-        self.experiment, self.folder, self.display, self.stopped = experiment, folder, display, stopped
+    def __init__(self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals") -> None:
+        self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -185,6 +188,7 @@ class _Run:
             mask = self._mask(stage)
             watch = (lambda: self._test(test)) if test is not None else dict
             space, self.state, ticks = fit_stage(self.setup, stage, self.state, watch, mask)
+            self.signals.under_way = True
             for tick in ticks:
                 self.ticks += 1
                 if tick.record:
@@ -197,6 +201,7 @@ class _Run:
                 self.display.step(stage.name, tick)
                 if not self.state.done:
                     self._maybe_save(stage)
+            self.signals.under_way = False
             self.setup.release()
             self.chosen.append(space.read(self.setup.model))
             self.finished.append(
@@ -252,7 +257,7 @@ class _Run:
 
     def _maybe_save(self, stage: Stage) -> None:
         """Save when it is time, or when the process was asked to stop; then stop."""
-        signal_number = self.stopped()
+        signal_number = self.signals.received
         if signal_number is not None or time.perf_counter() - self.clock >= self.experiment.checkpoint.every_seconds:
             self._save()
         if signal_number is not None:
@@ -409,22 +414,29 @@ def _only_process(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[], int | None]]:
-    """A question to ask after each step: which signal, if any, asked the process to stop. A second one stops at once."""
-    received: list[int] = []
+class _Signals:
+    """Requests to stop. While training is `under_way` the first waits for the step to end; otherwise it stops at once."""
 
-    def note(number: int, _: Any) -> None:
-        if received:
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.under_way = False
+
+    def note(self, number: int, _: Any) -> None:
+        again, self.received = self.received is not None, number
+        if again or not self.under_way:
             raise KeyboardInterrupt
-        received.append(number)
 
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Signals]:
+    """Listen for Ctrl-C and SIGTERM, in the main thread, where Python delivers them."""
+    signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
+        yield signals
         return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signals.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: received[0] if received else None
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
