@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from fedsieve.config import Experiment, load_config, parse_config, to_yaml
 from fedsieve.errors import FedsieveError
 
-STAGE = "stages: [{name: a}]\n"
+STAGE = "stages: [{name: a, epochs: 1}]\n"
 
 
 def refusal(text: str, *overrides: str) -> str:
@@ -49,7 +49,7 @@ def test_a_wrong_field_is_named_with_what_is_allowed(text, said):
         ("{name: a, train: {last_block: 2}}", ["stages.a.train.last_block", 'Did you mean "last_blocks"?']),
         ("{name: a, train: {last_blocks: 0}}", ["stages.a.train.last_blocks", "got 0"]),
         ("{name: a, optimizer: {lr: .inf}}", ["stages.a.optimizer.lr", "finite"]),
-        ("{name: a, warmup_epochs: 11}", ["stages.a", "longer than the stage"]),
+        ("{name: a, epochs: 10, warmup_epochs: 11}", ["stages.a", "longer than the stage"]),
         ("{name: a, optimizer: {nesterov: true, momentum: 0}}", ["nesterov", "momentum"]),
         ("{train: head}", ["stages.0.name", "required"]),
         ("{name: a}, {name: a}", ['"a"', "own name"]),
@@ -90,7 +90,7 @@ def test_a_missing_file_a_folder_and_a_binary_are_refused(tmp_path):
 
 def test_overrides_reach_every_depth():
     experiment = parse_config(
-        "stages: [{name: head, train: head}, {name: rest}]",
+        "stages: [{name: head, train: head}, {name: rest, epochs: 1}]",
         ["data.size=64", "stages.head.epochs=3", "stages.1.optimizer.lr=5e-5", "stages.rest.train.last_blocks=2",
          "data.classes=[1, 2]", "data.cache=null", "model.options={depth: 4}"],
     )  # fmt: skip
@@ -104,7 +104,7 @@ def test_overrides_reach_every_depth():
 
 def test_numbers_and_words_mean_what_they_look_like():
     """YAML 1.1 reads 1e-3 as a text and off as false."""
-    experiment = parse_config("name: off\nstages: [{name: a, optimizer: {lr: 1e-3}}]")
+    experiment = parse_config("name: off\nstages: [{name: a, epochs: 1, optimizer: {lr: 1e-3}}]")
     assert experiment.name == "off"
     assert experiment.stages[0].optimizer.lr == 0.001
 

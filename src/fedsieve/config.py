@@ -17,7 +17,7 @@ from fedsieve.errors import FedsieveError, did_you_mean
 Transform = Literal["resize", "flip", "crop_flip", "flip_rotate"]
 Normalize = Literal["data", "imagenet", "half"]
 Interpolation = Literal["bilinear", "bicubic"]
-Part = Literal["head", "backbone", "all"]
+Part = Literal["head", "backbone", "all", "lora", "adapter"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 RuleName = Literal[
     "least_sensitive", "most_sensitive", "low_magnitude", "high_magnitude", "low_hybrid", "high_hybrid", "random"
@@ -25,9 +25,14 @@ RuleName = Literal[
 Granularity = Literal["weight", "row", "attention_head", "block"]
 Allocation = Literal["global", "tensor", "block"]
 LayerKind = Literal["linear", "attention", "norm", "conv", "bias", "other"]
+Scope = Literal["shared", "client", "public"]
+ValueFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "sign", "coo"]
+PersonalMethod = Literal["local", "head", "norms", "mask", "blend"]
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
 
 
 class Strict(BaseModel):
@@ -84,6 +89,28 @@ class Data(Strict):
         return self
 
 
+class Lora(Strict):
+    """Low-rank updates beside linear layers of the backbone (Hu et al. 2022): W x + alpha / rank * B A x, with B = 0 at first.
+
+    Before B has moved, A has no gradient: its Fisher scores are zero.
+    """
+
+    rank: Positive = 8
+    alpha: Rate = 16.0
+    targets: Annotated[list[str], Field(min_length=1)] = Field(
+        ["attn.qkv", "attn.proj"], description="linear layers, by the end of their names"
+    )
+
+
+class Bottleneck(Strict):
+    """A small layer behind every block's MLP (Houlsby et al. 2019): x + up(gelu(down(x))), with up = 0 at first.
+
+    Before up has moved, down has no gradient: its Fisher scores are zero.
+    """
+
+    width: Positive = 32
+
+
 class Model(Strict):
     """Which pretrained network, and what classifies on top of it."""
 
@@ -94,6 +121,8 @@ class Model(Strict):
     head: Literal["linear", "mlp"] = "linear"
     hidden: Positive = Field(512, description="width of the mlp head")
     options: dict[str, Any] = Field({}, description="passed to timm.create_model, e.g. {depth: 4, embed_dim: 64}")
+    lora: Lora | None = Field(None, description="needs fedsieve[lora]; trained by stages that say train: lora")
+    adapter: Bottleneck | None = Field(None, description="trained by stages that say train: adapter")
 
 
 class Optimizer(Strict):
@@ -144,6 +173,15 @@ class Sieve(Strict):
     alpha: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="the share of sensitivity in hybrid rules")
     scale: Literal["ranks", "max"] = Field("ranks", description="how hybrid rules make two scores comparable")
     fisher: Fisher = Fisher()
+    scope: Scope = Field(
+        "shared",
+        description="in a federation: one mask from all clients' summed scores, each client its own, or one scored by the "
+        "server on images it holds (validation where there is some, training otherwise)",
+    )
+    refresh: Positive | None = Field(None, description="in a federation: calibrate again after so many rounds")
+    start_sparsity: Fraction | None = Field(
+        None, description="with refresh: the first mask's sparsity, moving evenly to `sparsity` with each new mask"
+    )
 
 
 class LastBlocks(Strict):
@@ -152,15 +190,53 @@ class LastBlocks(Strict):
     last_blocks: Positive
 
 
+TrainedPart = Annotated[
+    Annotated[Part, Tag("#part")] | Annotated[LastBlocks, Tag("#blocks")],
+    Discriminator(lambda value: "#blocks" if isinstance(value, (Mapping, LastBlocks)) else "#part"),
+]
+
+
+class Local(Strict):
+    """What a client does in one round: passes over its images, or single steps."""
+
+    epochs: Positive | None = Field(None, description="default 1 where no steps are given")
+    steps: Positive | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Local":
+        if self.epochs and self.steps:
+            raise ValueError("local work is counted in epochs or in steps, not both")
+        return self
+
+
+class Ridge(Strict):
+    """A head in closed form: (G + strength n I) W = B, then logits scaled by a temperature."""
+
+    strength: Rate | None = Field(None, description="per image; default: the best of a grid on validation, or 1e-3")
+    temperature: Rate | None = Field(None, description="default: fitted on validation, or on nothing at 1")
+
+
 class Stage(Strict):
     """One phase of an experiment: what trains, and for how long."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
     train: Annotated[
-        Annotated[Part, Tag("#part")] | Annotated[LastBlocks, Tag("#blocks")],
-        Discriminator(lambda value: "#blocks" if isinstance(value, (Mapping, LastBlocks)) else "#part"),
-    ] = "all"
-    epochs: Positive = 10
+        Annotated[TrainedPart, Tag("#one")]
+        | Annotated[list[TrainedPart], Field(min_length=1), Tag("#several")],
+        Discriminator(lambda value: "#several" if isinstance(value, list) else "#one"),
+    ] = Field(
+        "all",
+        description="a part, or a list of parts; backbone and all (backbone and head) are the network's own weights, "
+        "without lora and adapter",
+    )
+    epochs: Positive | None = Field(None, description="passes over the data, where training is central")
+    rounds: Positive | None = Field(None, description="communication rounds, in a federation")
+    local: Local = Local()
+    budget: Positive | None = Field(
+        None, description="in a federation, instead of rounds: local epochs (or steps) times rounds"
+    )
+    method: Literal["sgd", "ridge"] = Field("sgd", description="ridge: a closed-form head, in one round")
+    ridge: Ridge = Ridge()
     batch_size: Positive = 128
     optimizer: Optimizer = Optimizer()
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -171,12 +247,136 @@ class Stage(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Stage":
-        if self.warmup_epochs > self.epochs:
+        if self.epochs is not None and self.warmup_epochs > self.epochs:
             raise ValueError(f"warmup_epochs ({self.warmup_epochs:g}) is longer than the stage ({self.epochs} epochs)")
+        if self.rounds and self.budget:
+            raise ValueError("rounds and budget both say how long the stage is: give one")
+        if self.method == "ridge" and self.train != "head":
+            raise ValueError("method: ridge solves for a head: it goes with train: head")
+        if self.method == "ridge" and (self.sparse or self.mask):
+            raise ValueError("method: ridge solves for the whole head: it takes no mask")
         if self.optimizer.nesterov and self.optimizer.momentum == 0:
             raise ValueError("optimizer.nesterov needs optimizer.momentum above 0")
         if self.optimizer.nesterov and self.optimizer.kind == "adamw":
             raise ValueError("optimizer.nesterov goes with kind: sgd")
+        return self
+
+
+class Partition(Strict):
+    """Which client holds which training images."""
+
+    kind: Literal["iid", "classes", "dirichlet", "quantity", "natural"] = "iid"
+    nc: Positive | None = Field(None, description="classes: how many each client holds; dirichlet: at most so many")
+    alpha: Rate | None = Field(None, description="dirichlet, quantity: the smaller, the more skewed")
+    min_size: Positive = Field(1, description="dirichlet, quantity: images every client has at least")
+    column: str | None = Field(None, description="natural: the column that names the client, such as a user id")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Partition":
+        takes = {"iid": (), "classes": ("nc",), "dirichlet": ("alpha", "nc"), "quantity": ("alpha",)}
+        mine = takes.get(self.kind, ("column",))
+        if mine and getattr(self, mine[0]) is None:
+            raise ValueError(f"kind: {self.kind} needs {mine[0]}")
+        for name in ("nc", "alpha", "column"):
+            if name not in mine and getattr(self, name) is not None:
+                raise ValueError(f"kind: {self.kind} takes no {name}")
+        return self
+
+
+class Server(Strict):
+    """How the server moves by the clients' mean update (Reddi et al. 2021)."""
+
+    optimizer: Literal["sgd", "momentum", "adam", "yogi", "adagrad"] = Field(
+        "sgd", description="sgd with lr 1 is FedAvg, momentum is FedAvgM"
+    )
+    lr: Rate = 1.0
+    momentum: Fraction = Field(0.9, description="of momentum; the first momentum of adam, yogi and adagrad")
+    beta2: Fraction = Field(0.99, description="of adam and yogi")
+    tau: Rate = Field(1e-3, description="of adam, yogi and adagrad: what is added to the root")
+    schedule: Literal["cosine", "constant"] = Field("constant", description="of the server's rate over rounds")
+
+
+class Correction(Strict):
+    """What clients add to their loss or gradient against drift."""
+
+    kind: Literal["none", "fedprox", "scaffold", "fedntd"] = "none"
+    mu: Annotated[float, Field(ge=0)] = Field(0.01, description="fedprox: weight of the distance to the global model")
+    beta: Annotated[float, Field(ge=0)] = Field(1.0, description="fedntd: weight of the distillation")
+    tau: Rate = Field(1.0, description="fedntd: its temperature")
+
+
+class Failures(Strict):
+    """A simulated trace of what goes wrong, drawn by the seed."""
+
+    unavailable: Fraction = Field(0.0, description="chosen clients that cannot be reached: nothing is sent to them")
+    crash: Fraction = Field(0.0, description="clients that got the model and never answer")
+    corrupt: Fraction = Field(0.0, description="replies damaged on the way")
+    deadline: Rate | None = Field(None, description="simulated seconds; later replies are refused")
+
+
+class Device(Strict):
+    """A kind of client device. Clients are dealt to the kinds by their shares."""
+
+    share: Share = 1.0
+    density: Share = Field(1.0, description="of the shared mask: smaller budgets train nested tiers of it")
+    work: Share = Field(1.0, description="of the local steps")
+    delay: Annotated[float, Field(ge=0)] = Field(0.0, description="mean simulated seconds until it answers")
+
+
+class Personal(Strict):
+    """Models of single clients, made from the global one at the end, each tested as its client sees the world."""
+
+    methods: Annotated[list[PersonalMethod], Field(min_length=1)] = ["local"]
+    clients: Positive | None = Field(None, description="how many; default: all")
+    local: Local = Local()
+    batch_size: Positive = 50
+    optimizer: Optimizer = Optimizer()
+
+
+class Federation(Strict):
+    """Clients that keep their data, and a server that averages what they learnt."""
+
+    clients: Positive | None = Field(None, description="default 100; a natural partition brings its own number")
+    partition: Partition = Partition()
+    cohort: Annotated[int, Field(ge=1)] | Share = Field(0.1, description="clients per round: a share, or a number")
+    weighting: Literal["examples", "uniform"] = "examples"
+    divide_by: Literal["holders", "all"] = Field(
+        "holders", description="where clients train different weights: by the weight of those who hold one, or of all"
+    )
+    server: Server = Server()
+    correction: Correction = Correction()
+    minimum_replies: Positive = Field(1, description="good replies without which a round changes nothing")
+    failures: Failures = Failures()
+    devices: list[Device] = Field([], description="uneven devices; default: all alike")
+    held_out: Fraction = Field(0.0, description="clients that never train, for testing on strangers")
+    evaluate_every: Positive = Field(1, description="rounds from one evaluation on the server to the next")
+    blend: bool = Field(False, description="Fisher blending: clients mix what they receive with their own last weights")
+    personal: Personal | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Federation":
+        if self.clients is not None and self.partition.kind == "natural":
+            raise ValueError("a natural partition brings its own number of clients: drop clients")
+        if self.devices and abs(sum(device.share for device in self.devices) - 1) > 1e-6:
+            raise ValueError("devices: their shares must add up to 1")
+        return self
+
+
+class Message(Strict):
+    """How values travel: to the server, and from it."""
+
+    up: ValueFormat = "fp32"
+    down: ValueFormat = "fp32"
+    group: Annotated[int, Field(ge=8, le=65535)] = Field(64, description="int8, int4, sign: values that share a scale")
+    top_k: Share | None = Field(None, description="send only this share of an update, the largest values")
+    error_feedback: bool = Field(False, description="clients keep what rounding took and add it to their next update")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Message":
+        if self.down == "sign":
+            raise ValueError("down: sign keeps no weights, only directions; it goes with up")
+        if self.top_k is not None and self.up == "coo":
+            raise ValueError("up: coo is kept as the reports count it; top_k goes with the other formats")
         return self
 
 
@@ -204,6 +404,15 @@ class Experiment(Strict):
     data: Data = Data()
     model: Model = Model()
     mask: Sieve | None = Field(None, description="the mask of every sparse stage that has none of its own")
+    federation: Federation | None = Field(None, description="absent: training is central")
+    message: Message = Message()
+    executor: Literal["auto", "sequential", "stacked"] = Field(
+        "auto", description="how a cohort trains; auto: stacked on a GPU, sequential on a CPU"
+    )
+    clients_at_once: Positive | None = Field(None, description="stacked: default, as many as fit in memory")
+    compile: Literal["auto", "eager", "graph", "full"] = Field(
+        "auto", description="graph: steps as CUDA graphs (auto: on a GPU); full: torch.compile too; eager: neither"
+    )
     stages: Annotated[list[Stage], Field(min_length=1)]
     tracking: list[TrackerName] = ["tensorboard"]
     checkpoint: Checkpoints = Checkpoints()
@@ -231,9 +440,33 @@ class Experiment(Strict):
                 raise ValueError(f"stages.{stage.name}.sparse needs a mask: give one at the top or on the stage")
         if self.mask and not any(stage.sparse and not stage.mask for stage in self.stages):
             raise ValueError("mask is given, but no stage takes it: set sparse: true on a stage")
+        for stage in self.stages:
+            self._check_length(stage)
+        if self.federation is None:
+            for name in ("message", "clients_at_once"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} goes with a federation, and none is given")
+            if self.executor != "auto":
+                raise ValueError(f"executor: {self.executor} runs a cohort of clients, but no federation is given")
         if self.model.weights == "digits" and self.data.source != "digits":
             raise ValueError('model.weights is "digits", which goes only with data.source: digits')
         return self
+
+    def _check_length(self, stage: Stage) -> None:
+        where, central = f"stages.{stage.name}", self.federation is None
+        if stage.method == "ridge":
+            for name in ("epochs", "rounds", "budget"):
+                if getattr(stage, name) is not None:
+                    raise ValueError(f"{where}.{name}: a ridge head is solved in one round: drop it")
+            return
+        if central and stage.epochs is None:
+            raise ValueError(f"{where}.epochs: required, but not given")
+        if central and (stage.rounds or stage.budget):
+            raise ValueError(f"{where}.rounds: training is central (no federation is given): say epochs")
+        if not central and stage.epochs is not None:
+            raise ValueError(f"{where}.epochs: in a federation a stage has rounds, and local.epochs or local.steps")
+        if not central and not (stage.rounds or stage.budget):
+            raise ValueError(f"{where}.rounds: required in a federation, but not given")
 
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""

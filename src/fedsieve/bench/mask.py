@@ -29,7 +29,7 @@ def mask(device: torch.device, smoke: bool) -> Result:
         device
     )
     space = ParamSpace.of(model)
-    autocast = make_autocast(Experiment(stages=[Stage(name="bench")]), device)
+    autocast = make_autocast(Experiment(stages=[Stage(name="bench", epochs=1)]), device)
     pixels = torch.randn(min(BATCH, images), 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
     labels = torch.zeros(len(pixels), dtype=torch.int64, device=device)
     draws = generator(0, "bench").random(images)

@@ -16,6 +16,7 @@ from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.environment import make_autocast
 from fedsieve.train.loop import make_optimizer
+from fedsieve.train.replay import Replay
 from fedsieve.train.savings import spare_frozen
 
 SMALL = {"patch_size": 4, "embed_dim": 48, "depth": 12, "num_heads": 4}
@@ -40,7 +41,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
             "memory ratio",
             "optimizer state ratio",
         ),
-        note=f"{name} at {pixels} px, batch {batch}; masks drawn at random. Times side by side; memory is the peak of a "
+        note=f"{name} at {pixels} px, batch {batch}; masks drawn at random. Steps are CUDA graphs on a GPU. Times side by side; memory is the peak of a "
         "step beyond the model; state is the momentum, its index apart.",
     )
     steps, repeats = (1, 1) if smoke else (5, 7)
@@ -51,8 +52,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         return model, ParamSpace.of(model)
 
     dense_model, space = fresh()
-    dense, dense_state = _step(dense_model, space, None, pixels, batch, steps)
-    dense_memory = _peak(dense, device)
+    dense, dense_state, dense_memory = _step(dense_model, space, None, pixels, batch, steps)
     masks: dict[tuple[str, str], Callable[[Classifier], Mask]] = {
         (granularity, f"{sparsity:g}"): _random(space, granularity, sparsity)
         for granularity, sparsity in itertools.product(GRANULARITIES, SPARSITIES)
@@ -65,8 +65,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         except FedsieveError:
             result.rows.append((kind, sparsity, "no whole group fits", *["-"] * 5))
             continue
-        masked, state = _step(model, space, mask, pixels, batch, steps)
-        memory = _peak(masked, device)
+        masked, state, memory = _step(model, space, mask, pixels, batch, steps)
         taken = alternate({"dense": dense, "masked": masked}, device, repeats)
         result.rows.append(
             (
@@ -105,26 +104,35 @@ def _prefix(space: ParamSpace, blocks: int) -> Mask:
 
 def _step(
     model: Classifier, space: ParamSpace, mask: Mask | None, pixels: int, batch: int, steps: int
-) -> tuple[Callable[[], None], Callable[[], int]]:
-    """A function that does `steps` training steps, and one that gives the bytes of optimizer state."""
+) -> tuple[Callable[[], None], Callable[[], int], int]:
+    """A function that does `steps` training steps, one that gives the bytes of optimizer state, and a step's peak memory."""
     theta = space.bind(model)
     if mask is not None:
         spare_frozen(model, mask)
     optimizer = make_optimizer(Optimizer(lr=1e-4), theta, mask)
-    autocast = make_autocast(Experiment(stages=[Stage(name="bench")]), theta.device)
+    autocast = make_autocast(Experiment(stages=[Stage(name="bench", epochs=1)]), theta.device)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(theta.device)
     labels = torch.randint(100, (batch,), generator=generator).to(theta.device)
 
+    def differentiate(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        theta.grad.zero_()  # type: ignore[union-attr]
+        with autocast():
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), labels)
+        loss.backward()
+        return loss.detach()
+
+    gradient = Replay(differentiate, on=False)
+
     def run() -> None:
         for _ in range(steps):
-            optimizer.zero_grad()
-            with autocast():
-                logits = model(images)
-            F.cross_entropy(logits.float(), labels).backward()
+            gradient(images, labels)
             optimizer.step()
 
-    return run, lambda: optimizer.state_bytes().state
+    memory = _peak(run, theta.device)
+    gradient.on = True  # recorded, as the training loop does it; a recorded step holds its memory all the time
+    return run, lambda: optimizer.state_bytes().state, memory
 
 
 def _peak(call: Callable[[], None], device: torch.device) -> int:

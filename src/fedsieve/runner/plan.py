@@ -46,7 +46,7 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
             ("  bytes sent", "none: the training is central"),
         ]
     largest = max(ParamSpace.of(model, trainable_names(model, stage.train)).size for stage in experiment.stages)
-    total = sum(stage.epochs * math.ceil(train / stage.batch_size) for stage in experiment.stages)
+    total = sum((stage.epochs or 0) * math.ceil(train / stage.batch_size) for stage in experiment.stages)
     lines += [
         ("steps in all", f"{total:,}"),
         (

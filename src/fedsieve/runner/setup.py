@@ -26,6 +26,7 @@ from fedsieve.runner.environment import choose_device, make_autocast, set_determ
 from fedsieve.runner.progress import Display
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
+from fedsieve.train.replay import Speed
 from fedsieve.train.savings import spare_frozen
 from fedsieve.train.sieve import check_sieve
 
@@ -79,6 +80,13 @@ class Setup:
     def test_feed(self) -> Feed:
         """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
         return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device)
+
+    @property
+    def speed(self) -> Speed:
+        """How steps are run."""
+        if self.experiment.compile == "auto":
+            return "graph" if self.device.type == "cuda" else "eager"
+        return self.experiment.compile
 
     def release(self) -> None:
         """Give the model its own forward pass back, which a sparse stage may have changed."""
@@ -183,7 +191,7 @@ def fit_stage(
     def validate() -> dict[str, float]:
         return setup.validate(forward, validation) | watch()
 
-    steps = train_stage(stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask)
+    steps = train_stage(stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask, setup.speed)
     return space, state, steps
 
 

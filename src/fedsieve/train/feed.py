@@ -37,16 +37,25 @@ class Feed:
         draws = self.transform.draw(rng, len(self), *self.store.height_width)
         return torch.from_numpy(draws).to(self.store.device)
 
-    def batch(self, examples: np.ndarray, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of the given examples: transformed at random with `draws`, as in evaluation without."""
+    def fetch(self, examples: np.ndarray, draws: Tensor | None = None) -> tuple[Tensor, ...]:
+        """What `inputs` needs of the given examples (images or features, and their draws), and last the labels."""
         index = to_rows(examples).to(self.store.device, non_blocking=True)
         labels = self.labels[index]
         if self.features is not None:
             return self.features[index], labels
         images = self.store.batch(to_rows(self.rows[examples]))
-        if draws is None:
-            return self.transform.evaluate(images), labels
-        return self.transform.train(images, draws[index]), labels
+        return (images, labels) if draws is None else (images, draws[index], labels)
+
+    def inputs(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
+        """Model inputs: images transformed at random with `draws`, as in evaluation without; features as they are."""
+        if self.features is not None:
+            return images
+        return self.transform.evaluate(images) if draws is None else self.transform.train(images, draws)
+
+    def batch(self, examples: np.ndarray, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the given examples."""
+        *raw, labels = self.fetch(examples, draws)
+        return self.inputs(*raw), labels
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Every example once, in order, as in evaluation."""

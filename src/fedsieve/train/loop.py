@@ -20,6 +20,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
+from fedsieve.train.replay import Replay, Speed, compiled
 from fedsieve.train.schedule import learning_rate
 
 EVALUATION_BATCH = 500
@@ -86,11 +87,13 @@ def train_stage(
     seed: int,
     autocast: Autocast,
     mask: Mask | None = None,
+    speed: Speed = "eager",
 ) -> Iterator[Tick]:
     """Train until the stage is done, yielding after every step with `state` ready to be saved.
 
-    Only the weights of `mask` move; without one, all. `theta` is the bound vector of the parameters that train (`ParamSpace.bind`). At the end it holds the weights of
-    the epoch with the best `val_accuracy` of `validate()`, or of the last epoch where that gives none.
+    Only the weights of `mask` move; without one, all. `theta` is the bound vector of the parameters that train
+    (`ParamSpace.bind`). At the end it holds the weights of the epoch with the best `val_accuracy` of `validate()`, or
+    of the last epoch where that gives none.
     """
     settings = stage.optimizer
     optimizer = make_optimizer(settings, theta, mask)
@@ -99,6 +102,22 @@ def train_stage(
     optimizer.state[theta] = state.optimizer  # one dictionary, so the state follows the optimizer
     state.theta = theta.detach()  # a view: the state follows the weights
 
+    inner = compiled(forward, speed)
+
+    def differentiate(*batch: Tensor) -> Tensor:
+        """Fill theta.grad; gives the batch's loss and correct answers, summed."""
+        *raw, labels = batch
+        theta.grad.zero_()  # type: ignore[union-attr]
+        inputs = train.inputs(*raw)
+        with autocast():
+            logits = inner(inputs)
+        loss = F.cross_entropy(logits.float(), labels)
+        loss.backward()
+        with torch.no_grad():
+            return torch.stack([loss.detach() * len(labels), (logits.argmax(1) == labels).sum()])
+
+    gradient = Replay(differentiate, on=speed != "eager")
+    assert stage.epochs is not None
     per_epoch = math.ceil(len(train) / stage.batch_size)
     steps, warmup = per_epoch * stage.epochs, round(stage.warmup_epochs * per_epoch)
     while not state.done:
@@ -107,18 +126,11 @@ def train_stage(
         clock, seen = time.perf_counter(), 0
         for step in range(state.step, per_epoch):
             examples = order[step * stage.batch_size : (step + 1) * stage.batch_size]
-            inputs, labels = train.batch(examples, draws)
             rate = learning_rate(state.epoch * per_epoch + step, steps, settings.lr, stage.schedule, warmup)
             optimizer.param_groups[0]["lr"] = rate
-            theta.grad.zero_()  # type: ignore[union-attr]
-            with autocast():
-                logits = forward(inputs)
-            loss = F.cross_entropy(logits.float(), labels)
-            loss.backward()
+            sums = gradient(*train.fetch(examples, draws))
             optimizer.step()
-            # Sums stay on the device until the epoch ends, so that no step waits for it.
-            with torch.no_grad():
-                state.sums += torch.stack([loss * len(examples), (logits.argmax(1) == labels).sum()])
+            state.sums += sums  # on the device until the epoch ends, so that no step waits for it
             seen += len(examples)
             state.step = step + 1
             if state.step < per_epoch:

@@ -1,0 +1,67 @@
+"""Steps as CUDA graphs: a small network's step is a thousand short kernels, and launching them one by one from Python
+takes longer than running them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Speed = Literal["eager", "graph", "full"]
+Function = Callable[..., Tensor]
+
+
+class Replay:
+    """`function` of tensors, recorded as a CUDA graph at its first call and replayed for inputs of the same shapes.
+
+    The function must not look at its inputs' values on the host, and running it twice must do no harm (it is run to
+    warm up). What it returns is overwritten by the next call. Other shapes, a CPU and functions that cannot be
+    recorded are run as they are.
+    """
+
+    def __init__(self, function: Function, on: bool = True) -> None:
+        self.function, self.on = function, on
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.output: Tensor
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if not self.on or not inputs[0].is_cuda:
+            return self.function(*inputs)
+        if self.graph is None and not self._record(inputs):
+            return self.function(*inputs)
+        if any(mine.shape != given.shape for mine, given in zip(self.inputs, inputs, strict=True)):
+            return self.function(*inputs)
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given)
+        assert self.graph is not None
+        self.graph.replay()
+        return self.output
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> bool:
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.output = self.function(*self.inputs)
+        except RuntimeError as error:
+            warnings.warn(
+                f"this step cannot be recorded as a CUDA graph and runs as it is, slower: {str(error).splitlines()[0]}",
+                stacklevel=3,
+            )
+            self.on = False
+            return False
+        self.graph = graph
+        return True
+
+
+def compiled(function: Function, speed: Speed) -> Function:
+    """`function` through torch.compile where `speed` asks for it."""
+    return torch.compile(function, dynamic=False) if speed == "full" else function
