@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import fedsieve
@@ -369,7 +370,7 @@ def list_(
     if not found:
         raise FedsieveError(f"list: no {what} match {pattern}")
     for name, text in found:
-        console.print(f"[bold]{name}[/]  {text}" if text else name, highlight=False, soft_wrap=True)
+        console.print(f"[bold]{escape(name)}[/]  {escape(text)}" if text else name, highlight=False, soft_wrap=True)
 
 
 def _one_of(key: str, word: str, allowed: tuple[str, ...]) -> Any:

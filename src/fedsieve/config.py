@@ -90,7 +90,7 @@ class Data(Strict):
 
 
 class Lora(Strict):
-    """Low-rank updates beside linear layers of the backbone (Hu et al. 2022): W x + alpha / rank * B A x, with B = 0 at first.
+    """Low-rank updates beside linear layers (Hu et al. 2022): W x + alpha / rank * B A x, with B = 0 at first.
 
     Before B has moved, A has no gradient: its Fisher scores are zero.
     """
@@ -178,6 +178,9 @@ class Sieve(Strict):
         description="in a federation: one mask from all clients' summed scores, each client its own, or one scored by the "
         "server on images it holds (validation where there is some, training otherwise)",
     )
+    clients: Positive | None = Field(
+        None, description="in a federation, shared: how many clients score; default: as many as a round has"
+    )
     refresh: Positive | None = Field(None, description="in a federation: calibrate again after so many rounds")
     start_sparsity: Fraction | None = Field(
         None, description="with refresh: the first mask's sparsity, moving evenly to `sparsity` with each new mask"
@@ -221,8 +224,7 @@ class Stage(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
     train: Annotated[
-        Annotated[TrainedPart, Tag("#one")]
-        | Annotated[list[TrainedPart], Field(min_length=1), Tag("#several")],
+        Annotated[TrainedPart, Tag("#one")] | Annotated[list[TrainedPart], Field(min_length=1), Tag("#several")],
         Discriminator(lambda value: "#several" if isinstance(value, list) else "#one"),
     ] = Field(
         "all",
@@ -241,9 +243,20 @@ class Stage(Strict):
     optimizer: Optimizer = Optimizer()
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    warmup_rounds: Annotated[int, Field(ge=0)] = Field(0, description="in a federation")
     early_stopping: Positive | None = Field(None, description="stop after so many epochs without a better one")
     sparse: bool = Field(False, description="only the weights of a calibrated mask train")
     mask: Sieve | None = Field(None, description="this stage's own mask; makes the stage sparse")
+
+    @field_validator("train")
+    @classmethod
+    def _one_part(cls, train: Any) -> Any:
+        return train[0] if isinstance(train, list) and len(train) == 1 else train
+
+    @property
+    def parts(self) -> list[Part | LastBlocks]:
+        """What trains, always as a list."""
+        return self.train if isinstance(self.train, list) else [self.train]
 
     @model_validator(mode="after")
     def _check(self) -> "Stage":
@@ -448,13 +461,32 @@ class Experiment(Strict):
                     raise ValueError(f"{name} goes with a federation, and none is given")
             if self.executor != "auto":
                 raise ValueError(f"executor: {self.executor} runs a cohort of clients, but no federation is given")
+        self._check_parts()
+        if self.federation is not None:
+            self._check_federation(self.federation)
         if self.model.weights == "digits" and self.data.source != "digits":
             raise ValueError('model.weights is "digits", which goes only with data.source: digits')
         return self
 
+    def _check_parts(self) -> None:
+        extras: tuple[Part, ...] = ("lora", "adapter")
+        for part in extras:
+            there = getattr(self.model, part) is not None
+            training = [stage.name for stage in self.stages if part in stage.parts]
+            if training and not there:
+                raise ValueError(
+                    f"stages.{training[0]}.train: {part} needs model.{part}, such as model: {{{part}: {{}}}}"
+                )
+            if there and not training:
+                raise ValueError(
+                    f"model.{part} is given, but no stage trains it: set train: {part}, or train: [{part}, head], on a stage"
+                )
+
     def _check_length(self, stage: Stage) -> None:
         where, central = f"stages.{stage.name}", self.federation is None
         if stage.method == "ridge":
+            if self.model.head != "linear":
+                raise ValueError(f"{where}.method: ridge solves for a linear head; model.head is {self.model.head}")
             for name in ("epochs", "rounds", "budget"):
                 if getattr(stage, name) is not None:
                     raise ValueError(f"{where}.{name}: a ridge head is solved in one round: drop it")
@@ -467,6 +499,25 @@ class Experiment(Strict):
             raise ValueError(f"{where}.epochs: in a federation a stage has rounds, and local.epochs or local.steps")
         if not central and not (stage.rounds or stage.budget):
             raise ValueError(f"{where}.rounds: required in a federation, but not given")
+
+    def _check_federation(self, federation: Federation) -> None:
+        sieves = [sieve for sieve in map(self.mask_of, self.stages) if sieve is not None]
+        own = any(sieve.scope == "client" for sieve in sieves)
+        if any(device.density < 1 for device in federation.devices) and (own or not sieves):
+            raise ValueError("federation.devices: a density below 1 is a part of a shared mask, and there is none")
+        if federation.correction.kind == "scaffold" and own:
+            raise ValueError(
+                "federation.correction: scaffold goes with a shared mask: control variates must be of the same weights"
+            )
+        if federation.blend and (own or any(sieve.refresh for sieve in sieves)):
+            raise ValueError("federation.blend goes with one shared mask for the whole stage")
+        if self.message.error_feedback and any(sieve.refresh for sieve in sieves):
+            raise ValueError("message.error_feedback goes with one mask for the whole stage, but mask.refresh is given")
+        for sieve in sieves:
+            if sieve.refresh and sieve.scope == "client":
+                raise ValueError("mask.refresh goes with a shared or public mask")
+            if sieve.start_sparsity is not None and sieve.refresh is None:
+                raise ValueError("mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask")
 
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""
@@ -609,11 +660,12 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overri
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[list[int | str], type[BaseModel]]:
-    """The keys of a pydantic location (union tags, which start with #, dropped) and the model that holds the last."""
+    """The keys of a pydantic location (union tags, which start with #, dropped) and the model that holds the last
+    of them that is a name."""
     keys = [key for key in loc if not str(key).startswith("#")]
     model: type[BaseModel] = Experiment
-    for key in keys[:-1]:
-        if key in model.model_fields and (inner := _models_in(model.model_fields[str(key)].annotation)):
+    for key in [key for key in keys if isinstance(key, str)][:-1]:
+        if key in model.model_fields and (inner := _models_in(model.model_fields[key].annotation)):
             model = inner[0]
     return keys, model
 
@@ -664,7 +716,7 @@ def _words(annotation: Any) -> list[str]:
         return ["{last_blocks: N}"]
     if getattr(annotation, "__origin__", None) is Literal:
         return [str(word) for word in get_args(annotation)]
-    return [word for part in get_args(annotation) for word in _words(part)]
+    return list(dict.fromkeys(word for part in get_args(annotation) for word in _words(part)))
 
 
 def _kind(value: Any) -> str:

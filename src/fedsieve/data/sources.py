@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 CACHE_VERSION = 2
 IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 EMBEDDED = {"digits": "1,797 handwritten digits (scikit-learn), 8x8, coloured; 10 classes; nothing to download"}
+SIMPLE = re.compile(r"u?int\d+|bool|(large_)?string")  # columns of whole numbers or words
 
 Split = Literal["train", "test"]
 
@@ -74,6 +75,36 @@ def load_images(config: Data, split: Split, say: Callable[[str], None] = lambda 
         folder = _find_cached(config, split) if kind == "folder" else None
         images = _read_cache(folder or _decode(config, split, say))
     return images
+
+
+def load_column(config: Data, split: Split, column: str) -> np.ndarray:
+    """The values (N,) of another column of the source, such as a user id, row for row as `load_images` has them.
+
+    Numbers or words; a row without one is refused. Only this column is read, and the labels where a test split is
+    held out.
+    """
+    key = "federation.partition.column"
+    if kind_of(config.source) == "embedded" or _is_class_folders(config):
+        raise FedsieveError(f"{key}: {config.source} has no columns. They come with parquet files and hub datasets")
+    table, reference, whole = _open_table(config, split)
+    if column not in table.features:
+        raise FedsieveError(
+            f'{key}: {config.source} has no column "{column}".'
+            f"{did_you_mean(column, table.features)} It has: {', '.join(table.features)}"
+        )
+    kind = getattr(table.features[column], "dtype", "a list")
+    if not SIMPLE.fullmatch(kind):
+        raise FedsieveError(f"{key}: {column} holds {kind}; clients are named by whole numbers or words")
+    values = table.with_format("arrow")[column][:]
+    if values.null_count:
+        row = values.is_null().to_pylist().index(True)
+        raise FedsieveError(f"{config.source}: row {row} has no {column} ({values.null_count} such rows)", 1)
+    values = values.to_numpy(zero_copy_only=False)
+    if whole:
+        label_column = _columns(config, table)[1]
+        labels = _labels(table, label_column, _class_names(reference, label_column), config.source)
+        values = values[_held_out(labels, config, split)]
+    return values
 
 
 def kind_of(source: str) -> Literal["embedded", "folder", "hub"]:
@@ -267,10 +298,7 @@ def _open_table(config: Data, split: Split) -> tuple["datasets.Dataset", "datase
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # a local folder has no card
     source, root = config.source, Path(config.source).expanduser()
     tables: Mapping[str, datasets.Dataset]
-    if kind_of(source) == "folder" and not any(file.suffix.lower() == ".parquet" for file in _data_files(root)):
-        tables = _class_folders(root, config)
-    else:
-        tables = _load_dataset(config)
+    tables = _class_folders(root, config) if _is_class_folders(config) else _load_dataset(config)
     if config.train_split not in tables:
         raise FedsieveError(
             f'data.train_split: {source} has no split "{config.train_split}". It has: {", ".join(tables)}'
@@ -306,6 +334,11 @@ def _load_dataset(config: Data) -> "datasets.DatasetDict":
             "Offline, point data.source at a local folder, or use the embedded set: data.source=digits",
             1,
         ) from None
+
+
+def _is_class_folders(config: Data) -> bool:
+    files = _data_files(Path(config.source).expanduser()) if kind_of(config.source) == "folder" else []
+    return bool(files) and not any(file.suffix.lower() == ".parquet" for file in files)
 
 
 def _class_folders(root: Path, config: Data) -> "dict[str, datasets.Dataset]":
@@ -408,7 +441,7 @@ def _class_names(table: "datasets.Dataset", column: str) -> list[str]:
     if isinstance(feature, datasets.ClassLabel):
         return list(feature.names)
     kind = getattr(feature, "dtype", "a list")
-    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", kind):
+    if not SIMPLE.fullmatch(kind):
         raise FedsieveError(f"data.label_column: {column} holds {kind}; labels are whole numbers or words")
     values = [value for value in table.unique(column) if value is not None]
     return [str(value) for value in sorted(values)]

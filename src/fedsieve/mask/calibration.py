@@ -67,7 +67,9 @@ def maskable(space: ParamSpace, model: nn.Module, kinds: Literal["all"] | Sequen
 
     A layer kind takes the weights and biases of its layers: `linear` (outside attention), `attention` (its
     projections), `norm`, `conv`. `bias` takes the biases of all of them, `other` what no layer owns: tokens, position
-    embeddings, scales. `all` takes everything; the default everything but `other`.
+    embeddings, scales. `all` takes everything; the default everything but `other`. LoRA and adapters are linear
+    layers like others. While LoRA's B is still zero, A has no gradient and scores zero; so does an adapter's `down` while
+    `up` is zero.
     """
     wanted = set(KINDS if kinds == "all" else [kinds] if isinstance(kinds, str) else kinds)
     for kind in sorted(wanted - set(KINDS)):

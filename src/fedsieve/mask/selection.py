@@ -165,12 +165,14 @@ def group_ids(space: ParamSpace, granularity: Granularity, heads: Mapping[str, i
         return ids
     if granularity != "attention_head":
         raise FedsieveError(f'mask.granularity: "{granularity}" is not one of weight, row, attention_head, block')
+    # LoRA keeps the layer it stands beside one name further down.
+    places = {name.replace(".base_layer.", "."): index for index, name in enumerate(space.names)}
     first = 0
     for prefix, count in (heads or {}).items():
         for suffix in ("qkv.weight", "qkv.bias", "proj.weight"):
-            if (name := f"{prefix}.{suffix}") not in space.names:
+            if (name := f"{prefix}.{suffix}") not in places:
                 continue
-            index = space.names.index(name)
+            index = places[name]
             shape, part = space.shapes[index], ids[space.offsets[index] : space.offsets[index + 1]]
             outputs, features = (shape[0], shape[1]) if suffix == "proj.weight" else (3, shape[0] // 3)
             if features % count:

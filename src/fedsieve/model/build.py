@@ -1,6 +1,8 @@
 """A classifier: a timm backbone that gives features, and a head on top of them."""
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from fedsieve.config import LastBlocks, Model, Part
 from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.model.adapters import add_adapters, add_lora, part_of
 from fedsieve.randomness import generator
 
 # What timm calls the repeated part of a network, in the order it is looked for.
@@ -56,9 +59,7 @@ def build_classifier(config: Model, classes: int, size: int, seed: int, pretrain
 
     options = timm_options(config, size)
     logging.getLogger("timm").setLevel(logging.WARNING)
-    # timm initialises from torch's global state; fork_rng gives it back as it was.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(generator(seed, "initial weights").integers(2**62)))
+    with _drawn(seed, "initial weights"):
         try:
             backbone = timm.create_model(config.backbone, pretrained=pretrained, num_classes=0, **options)
         except TypeError as error:
@@ -81,7 +82,28 @@ def build_classifier(config: Model, classes: int, size: int, seed: int, pretrain
             module.p = 0.0
         if hasattr(module, "drop_prob"):
             setattr(module, "drop_prob", 0.0)  # noqa: B010
-    return Classifier(backbone, head).eval()
+    return extend(Classifier(backbone, head), config, seed)
+
+
+def extend(model: Classifier, config: Model, seed: int) -> Classifier:
+    """The model with the configured LoRA and adapters, drawn by `seed`; what it computes stays the same."""
+    if config.lora:
+        with _drawn(seed, "lora"):
+            add_lora(model.backbone, config.lora)
+    if config.adapter:
+        if (found := _block_list(model)) is None:
+            raise FedsieveError("model.adapter: this backbone is not a sequence of blocks")
+        with _drawn(seed, "adapter"):
+            add_adapters(found[1], config.adapter.width)
+    return model.requires_grad_().eval()
+
+
+@contextmanager
+def _drawn(seed: int, purpose: str) -> Iterator[None]:
+    """timm, torch and peft initialise from torch's global state: set by the seed, and given back as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(generator(seed, purpose).integers(2**62)))
+        yield
 
 
 def timm_options(config: Model, size: int) -> dict[str, Any]:
@@ -103,26 +125,35 @@ def make_head(config: Model, width: int, classes: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, config.hidden), nn.GELU(), last)
 
 
-def trainable_names(model: nn.Module, train: Part | LastBlocks) -> list[str]:
-    """The names of the parameters that a stage trains."""
+def trainable_names(model: nn.Module, train: Part | LastBlocks | Sequence[Part | LastBlocks]) -> list[str]:
+    """The names of the parameters that a stage trains, in the model's order."""
     names = [name for name, _ in model.named_parameters()]
-    if train == "all":
-        return names
-    if isinstance(train, LastBlocks):
-        return _last_blocks(model, names, train.last_blocks)
-    return [name for name in names if name.startswith(f"{train}.")]
+    chosen: set[str] = set()
+    for part in [train] if isinstance(train, (str, LastBlocks)) else train:
+        if isinstance(part, LastBlocks):
+            chosen.update(_last_blocks(model, names, part.last_blocks))
+        else:
+            parts = ("backbone", "head") if part == "all" else (part,)
+            chosen.update(name for name in names if part_of(name) in parts)
+    return [name for name in names if name in chosen]
 
 
 def _last_blocks(model: nn.Module, names: list[str], count: int) -> list[str]:
     """The last `count` blocks, what comes after them, and the head: parameters are registered front to back."""
-    for attribute in BLOCK_LISTS:
-        blocks = getattr(model.backbone, attribute, None)
-        if isinstance(blocks, (nn.Sequential, nn.ModuleList)):
-            break
-    else:
+    if (found := _block_list(model)) is None:
         raise FedsieveError("stages.train.last_blocks: this backbone is not a sequence of blocks")
+    attribute, blocks = found
     if count > len(blocks):
         raise FedsieveError(f"stages.train.last_blocks: the backbone has {len(blocks)} blocks, {count} were asked for")
     first = f"backbone.{attribute}.{len(blocks) - count}."
     start = next(index for index, name in enumerate(names) if name.startswith(first))
-    return names[start:]
+    return [name for name in names[start:] if part_of(name) in ("backbone", "head")]
+
+
+def _block_list(model: nn.Module) -> tuple[str, nn.Sequential | nn.ModuleList] | None:
+    """The repeated part of the backbone and its name, where there is one."""
+    for name in BLOCK_LISTS:
+        blocks = getattr(model.backbone, name, None)
+        if isinstance(blocks, (nn.Sequential, nn.ModuleList)):
+            return name, blocks
+    return None

@@ -16,20 +16,27 @@ from torch import Tensor
 
 from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
-from fedsieve.model.build import Classifier, build_classifier
+from fedsieve.model.adapters import part_of
+from fedsieve.model.build import Classifier, build_classifier, extend
 
 # Containers that hold the weights of other tools, in the order they are looked for.
 CONTAINERS = ("teacher", "state_dict", "model", "student")
 # Where a run folder keeps its chosen weights.
 FINAL = "checkpoints/final.safetensors"
+# What no pretrained network has, and what to do about it.
+FOREIGN = {
+    "adapter": "They cannot be merged: start from a run without model.adapter",
+    "lora": "`fedsieve export RUN --backbone-only --to FILE.safetensors` merges them: name that file",
+}
 
 
 def load_classifier(config: Model, classes: int, size: int, seed: int) -> Classifier:
     """The configured classifier with the configured weights: `hub`, `none`, a file, or a finished run's backbone."""
-    model = build_classifier(config, classes, size, seed, pretrained=config.weights == "hub")
+    plain = config.model_copy(update={"lora": None, "adapter": None})
+    model = build_classifier(plain, classes, size, seed, pretrained=config.weights == "hub")
     if config.weights not in ("hub", "none"):
         load_backbone(model, read_weights(weights_file(config)), config.weights)
-    return model
+    return extend(model, config, seed)
 
 
 def weights_file(config: Model) -> Path:
@@ -73,6 +80,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def load_backbone(model: Classifier, tensors: Mapping[str, Tensor], where: str) -> None:
     """Fill the backbone from `tensors` in timm's names. Everything must fit; a classifier in the file is left out."""
+    for part, way in FOREIGN.items():
+        if any(part_of(name) == part for name in tensors):
+            raise FedsieveError(f"model.weights: {where} holds {part} parameters besides a network's own. {way}")
     backbone = model.backbone
     wanted = backbone.state_dict()
     given = _convert(dict(tensors), backbone)
@@ -119,6 +129,10 @@ def digest(model: torch.nn.Module) -> str:
 def timm_tensors(model: Classifier, with_head: bool) -> dict[str, Tensor]:
     """The classifier in the names of `timm.create_model(backbone, num_classes=...)`, or only its backbone."""
     tensors = dict(model.backbone.state_dict())
+    if any(part_of(name) == "adapter" for name in tensors):
+        raise FedsieveError(
+            "export: timm's model has no place for adapters. `fedsieve export RUN --sparse` keeps them, as a patch"
+        )
     if with_head:
         name = model.backbone.pretrained_cfg["classifier"]  # type: ignore[index]
         if not isinstance(name, str) or not isinstance(model.head, torch.nn.Linear):

@@ -42,7 +42,7 @@ def write_report(folder: Path) -> Path:
         dense=StageSummary(),
         summary=run.summary,
         last=run.epochs[-1] if run.epochs else None,
-        planned=sum(stage.epochs for stage in run.experiment.stages),
+        planned=sum(stage.epochs or stage.rounds or 1 for stage in run.experiment.stages),
         interval=_interval(run),
         watched=any("test_accuracy" in row for row in run.epochs),
         curves={name: figure(svg, f"{name} by epoch") for name, svg in drawings.items()},

@@ -18,7 +18,7 @@ from fedsieve.config import Experiment
 from fedsieve.errors import FedsieveError
 from fedsieve.train.feed import Autocast
 
-PACKAGES = ("torch", "torchvision", "timm", "datasets", "safetensors", "numpy", "pydantic")
+PACKAGES = ("torch", "torchvision", "timm", "datasets", "safetensors", "numpy", "pydantic", "peft")
 
 
 def choose_device(name: str) -> torch.device:

@@ -25,20 +25,24 @@ from torch import Tensor
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.rounds import Context, ServerState
 from fedsieve.files import write_atomic, write_json
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, build_classifier
+from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
 from fedsieve.report.page import write_report
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
+from fedsieve.runner.federated import CLIENTS, client_summary, describe_rounds, fit_ridge, fit_rounds, make_context
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
-from fedsieve.train.loop import StageState, measure, predict
+from fedsieve.train.loop import StageState, Tick, measure, predict
 from fedsieve.train.sieve import make_mask
+from fedsieve.wire.ledger import totals
 
 SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -132,8 +136,11 @@ class _Run:
         self.seconds = 0.0  # up to the last checkpoint
         self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
         self.chosen: list[Tensor] = []  # and its chosen weights
-        self.state: StageState | None = None  # of the stage under way,
+        self.state: StageState | ServerState | None = None  # of the stage under way,
         self.calibration_seconds = 0.0  # and of its mask
+        self.ledger_bytes = 0  # the ledger's length,
+        self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
+        self.context: Context | None = None  # of a federation
 
     def go(self) -> dict[str, Any]:
         self.clock = time.perf_counter()
@@ -150,10 +157,15 @@ class _Run:
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
-        if saved and not self._metrics_intact(saved[0]):
-            self.display.say(f"{self.folder / 'metrics.jsonl'} was changed or cut: the run starts over")
+        if saved and (changed := self._changed(saved[0])):
+            self.display.say(f"{self.folder / changed} was changed or cut: the run starts over")
             saved = None
         metrics_bytes = self._restore(*saved) if saved else 0
+        if self.experiment.federation is not None:
+            versions = self.memories[-1] if self.memories else {}
+            self.context = make_context(
+                self.experiment, self.setup, self.initial, self.folder, self.ledger_bytes, versions, self.display.say
+            )
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
             # What was written after the checkpoint will be written again, the same.
             self.metrics.truncate(metrics_bytes)
@@ -172,22 +184,36 @@ class _Run:
         write_report(self.folder)
         return summary
 
-    def _metrics_intact(self, numbers: dict[str, Any]) -> bool:
-        """Whether metrics.jsonl still begins with the lines that a checkpoint counts on."""
+    def _changed(self, numbers: dict[str, Any]) -> str | None:
+        """The file that no longer begins with the lines that a checkpoint counts on; None where all do."""
+        ledger = self.folder / "ledger.csv"
+        if numbers["ledger_bytes"] and not (ledger.exists() and ledger.stat().st_size >= numbers["ledger_bytes"]):
+            return ledger.name
         try:
             content = (self.folder / "metrics.jsonl").read_bytes()[: numbers["metrics_bytes"]]
             lines = [json.loads(line) for line in content.splitlines()]
         except (OSError, ValueError):
-            return False
-        return len(content) == numbers["metrics_bytes"] and len(lines) == numbers["records"]
+            return "metrics.jsonl"
+        whole = len(content) == numbers["metrics_bytes"] and len(lines) == numbers["records"]
+        return None if whole else "metrics.jsonl"
 
     def _train(self, trackers: list[Tracker]) -> None:
         """Every stage that is not over yet."""
         test = self.setup.test_feed() if self.experiment.test_curve else None
         for stage in self.experiment.stages[len(self.finished) :]:
-            mask = self._mask(stage)
             watch = (lambda: self._test(test)) if test is not None else dict
-            space, self.state, ticks = fit_stage(self.setup, stage, self.state, watch, mask)
+            mask = None
+            space: ParamSpace
+            ticks: Iterator[Tick]
+            if stage.method == "ridge":
+                space, self.state, ticks = fit_ridge(self.setup, self.context, stage, watch)
+            elif self.context:
+                assert not isinstance(self.state, StageState)
+                space, self.state, ticks = fit_rounds(self.setup, self.context, stage, self.state, watch, self.folder)
+            else:
+                assert not isinstance(self.state, ServerState)
+                mask = self._mask(stage)
+                space, self.state, ticks = fit_stage(self.setup, stage, self.state, watch, mask)
             self.signals.under_way = True
             for tick in ticks:
                 self.ticks += 1
@@ -210,11 +236,12 @@ class _Run:
                     "val_accuracy": self.state.chosen.get("val_accuracy"),
                     "val_loss": self.state.chosen.get("val_loss"),
                     "best_at": self.state.best_at,
-                    "epochs": self.state.epoch,
+                    "epochs": self.state.length,
                     "seconds": self.state.seconds,
                     "trained": space.size,
                 }
                 | ({} if mask is None else self._describe(mask, stage))
+                | self._describe_federation(stage)
             )
             self.state = None
             self._save()
@@ -255,6 +282,15 @@ class _Run:
             "calibration_seconds": self.calibration_seconds,
         }
 
+    def _describe_federation(self, stage: Stage) -> dict[str, Any]:
+        """What the summary says of a federated stage: rounds, mask, drift, refusals, bytes."""
+        if self.context is None or not isinstance(self.state, ServerState):
+            return {}
+        self.context.ledger.sync()
+        up, down = totals(self.context.ledger.path)[stage.name]
+        sums = {"bytes_up": int(up.sum()), "bytes_down": int(down.sum())}
+        return describe_rounds(self.state, stage, self.experiment, self.setup) | sums
+
     def _maybe_save(self, stage: Stage) -> None:
         """Save when it is time, or when the process was asked to stop; then stop."""
         signal_number = self.signals.received
@@ -271,7 +307,14 @@ class _Run:
         os.fsync(self.metrics.fileno())  # the checkpoint counts on these lines
         now = time.perf_counter()
         self.seconds, self.clock = self.seconds + now - self.clock, now
+        if self.context:
+            self.context.ledger.sync()
+            self.ledger_bytes = self.context.ledger.offset
+            versions = self.context.store.write(self.ticks)
+            self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
         numbers = {
+            "ledger_bytes": self.ledger_bytes,
+            "memories": self.memories,
             "ticks": self.ticks,
             "records": self.records,
             "seconds": self.seconds,
@@ -285,6 +328,8 @@ class _Run:
         if self.state:
             tensors |= {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         save_checkpoint(self.folder / "checkpoints", self.ticks, numbers, tensors, self.experiment.checkpoint.keep)
+        if self.context:
+            self.context.store.prune(self.memories)
 
     def _restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> int:
         """Take over a checkpoint, and give the length metrics.jsonl had then."""
@@ -296,14 +341,17 @@ class _Run:
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
+        self.ledger_bytes, self.memories = numbers["ledger_bytes"], numbers["memories"]
         device = self.setup.device
         self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]
         for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
             self.setup.space(stage).write(self.setup.model, theta)
         if numbers["state"]:
             parts = {key.removeprefix("state."): tensor for key, tensor in tensors.items() if key.startswith("state.")}
-            self.state = StageState.restore(numbers["state"], parts, device)
-        where = f"epoch {self.state.epoch + 1} of stage" if self.state else "the end of stage"
+            kind = StageState if self.experiment.federation is None else ServerState
+            self.state = kind.restore(numbers["state"], parts, device)
+        unit = "epoch" if self.experiment.federation is None else "round"
+        where = f"{unit} {self.state.length + 1} of stage" if self.state else "the end of stage"
         name = self.experiment.stages[len(self.finished) - (self.state is None)].name
         self.display.say(f"resuming at {where} {name}, step {self.ticks:,}")
         return numbers["metrics_bytes"]
@@ -338,10 +386,33 @@ class _Run:
             "test_images": len(test),
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
+            **self._summarise_federation(stages, logits, test),
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
+
+    def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
+        """The whole run in a federation's terms: the last stage's mask and drift, all stages' rounds and bytes."""
+        if self.context is None:
+            return {}
+        last = stages[self.experiment.stages[-1].name]
+        refused: dict[str, int] = {}
+        for stage in stages.values():
+            for reason, count in stage["refused"].items():
+                refused[reason] = refused.get(reason, 0) + count
+        correct = (logits.argmax(1) == test.labels).cpu().numpy()
+        labels = test.labels.cpu().numpy()
+        return {
+            "rounds": sum(stage["rounds"] for stage in stages.values()),
+            "bytes_up": self.context.ledger.total["up"],
+            "bytes_down": self.context.ledger.total["down"],
+            "sparsity": last.get("sparsity"),
+            "mask_id": last.get("mask_id"),
+            "drift": last["drift"],
+            "refused": refused,
+            "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
+        }
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""

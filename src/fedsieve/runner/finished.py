@@ -15,6 +15,7 @@ from fedsieve.data.sources import Split, keep_classes, kind_of, load_images
 from fedsieve.data.transforms import make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
+from fedsieve.model.adapters import merge_lora
 from fedsieve.model.build import timm_options
 from fedsieve.model.weights import timm_tensors
 from fedsieve.report.explore import write_exploration
@@ -75,8 +76,8 @@ def evaluate(folder: Path, overrides: list[str], split: Split | None) -> dict[st
 def export(source: Path, to: Path, backbone_only: bool, sparse: bool, weights: str | None, display: Display) -> str:
     """Write the model of a run folder or of a patch, and say what was written and how to load it.
 
-    The file has timm's names, and it is made sure that timm takes it; with `sparse` it is a patch on the pretrained
-    weights.
+    The file has timm's names, LoRA merged into its weights, and it is made sure that timm takes it; with `sparse` it is
+    a patch on the pretrained weights, LoRA and adapters as they are.
     """
     import timm
 
@@ -91,6 +92,7 @@ def export(source: Path, to: Path, backbone_only: bool, sparse: bool, weights: s
     if weights and not source.is_file():
         raise FedsieveError("--weights goes with a patch: a run folder has all its weights")
     experiment, model, metadata = load_patch(source, weights, display) if source.is_file() else load_model(source)
+    merge_lora(model)
     classes = 0 if backbone_only else len(metadata["class_names"])
     tensors = timm_tensors(model, with_head=not backbone_only)
     options = {"num_classes": classes, **timm_options(experiment.model, experiment.data.size)}

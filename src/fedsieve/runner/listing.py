@@ -27,16 +27,19 @@ NORMALIZE = {
 }
 PARTS = {
     "head": "only the classifier; the backbone is frozen",
-    "backbone": "everything but the classifier",
-    "all": "every weight",
+    "backbone": "everything but the classifier, LoRA and adapters",
+    "all": "backbone and head",
+    "lora": "the low-rank updates of model.lora; the weights beside them are frozen",
+    "adapter": "the layers of model.adapter",
     "{last_blocks: N}": "the last N blocks, what follows them, and the head",
+    "[PART, ...]": "several of these together, such as [lora, head]",
 }
 WEIGHTS = {
     "hub": "timm's weights for the backbone, from the hub",
     "none": "random, drawn by the seed",
     "digits": "made on first use: the backbone trained in seconds on the digits 0 to 4",
     "FILE": ".safetensors or .pth in timm's names, or a file of the DINO release",
-    "DIR": "the backbone of a finished run folder",
+    "DIR": "the backbone of a finished run folder (one without LoRA and adapters)",
 }
 GRANULARITY = {
     "weight": "single weights; the gradient is still computed whole",

@@ -66,14 +66,23 @@ class Display:
             if note:
                 self._bars.update(self._tasks[stage], note=note)
         elif tick.record:
-            self.say(f"{stage} epoch {tick.record['epoch']}: {note}, {tick.record['seconds']:.1f} s")
+            unit = "round" if "round" in tick.record else "epoch"
+            self.say(f"{stage} {unit} {tick.record[unit]}: {note}, {tick.record['seconds']:.1f} s")
 
 
 def describe(record: dict[str, Any]) -> str:
-    """An epoch in a few words."""
-    words = [f"loss {record['train_loss']:.3f}", f"train {100 * record['train_accuracy']:.1f} %"]
+    """An epoch or a round in a few words."""
+    words = []
+    if "train_loss" in record:
+        words += [f"loss {record['train_loss']:.3f}", f"train {100 * record['train_accuracy']:.1f} %"]
     if "val_accuracy" in record:
         words.append(f"val {100 * record['val_accuracy']:.1f} %")
     if "test_accuracy" in record:
         words.append(f"test {100 * record['test_accuracy']:.1f} %")
+    if "drift" in record:
+        words.append(f"drift {record['drift']:.3g}")
+    if "bytes_up" in record:
+        words.append(f"{record['bytes_up'] / 1e6:.2f} MB up, {record['bytes_down'] / 1e6:.2f} down")
+    if record.get("refused"):
+        words.append(", ".join(f"{count} {reason}" for reason, count in record["refused"].items()))
     return ", ".join(words)

@@ -18,6 +18,7 @@ from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statisti
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
+from fedsieve.model.adapters import check_reached
 from fedsieve.model.build import Classifier, build_classifier, check_backbone, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier, weights_file
@@ -54,11 +55,13 @@ def blank_model(experiment: Experiment, classes: int) -> Classifier:
     with torch.device("meta"):
         model = build_classifier(bare, classes, size, experiment.seed)
         try:
-            model(torch.empty(2, 3, size, size))
+            logits = model(torch.empty(2, 3, size, size))
         except Exception as error:  # networks fail in their own ways
             raise FedsieveError(
                 f"model: {bare.backbone} does not take images of {size} px: {str(error).splitlines()[0][:200]}"
             ) from None
+    if bare.lora:
+        check_reached(model, logits)
     return model
 
 
@@ -177,22 +180,31 @@ def fit_stage(
     theta = space.bind(setup.model)
     if mask is not None:
         mask.check(space)
-        setup.undo = spare_frozen(setup.model, mask)
+        if stage.optimizer.rescale is None:  # which asks for the norm of the whole gradient
+            setup.undo = spare_frozen(setup.model, mask)
     state = state or StageState.start(theta.detach().clone())
     train, validation, forward = setup.train, setup.validation, setup.model.__call__
     if stage.train == "head" and not setup.transform.random:
         # The backbone is frozen and sees the same pixels every epoch: run it once.
-        train, validation = (
-            with_features(feed, setup.model.backbone, EVALUATION_BATCH, setup.autocast) if len(feed) else feed
-            for feed in (train, validation)
-        )
+        train, validation = feature_feeds(setup)
         forward = setup.model.head.__call__
 
     def validate() -> dict[str, float]:
         return setup.validate(forward, validation) | watch()
 
-    steps = train_stage(stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask, setup.speed)
+    steps = train_stage(
+        stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask, setup.speed
+    )
     return space, state, steps
+
+
+def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
+    """Training and validation images as features of the backbone, computed once, as in evaluation."""
+    train, validation = (
+        with_features(feed, setup.model.backbone, EVALUATION_BATCH, setup.autocast) if len(feed) else feed
+        for feed in (setup.train, setup.validation)
+    )
+    return train, validation
 
 
 # --- the embedded pretrained model -----------------------------------------------------------------------------------
@@ -224,7 +236,7 @@ def pretraining(experiment: Experiment) -> Experiment:
     """
     recipe = parse_config(asset("pretrain.yaml"))
     data = experiment.data.model_copy(update={"classes": [0, 1, 2, 3, 4], "transform": recipe.data.transform})
-    model = experiment.model.model_copy(update={"weights": "none", "head": "linear"})
+    model = experiment.model.model_copy(update={"weights": "none", "head": "linear", "lora": None, "adapter": None})
     same = {name: getattr(experiment, name) for name in ("seed", "device", "deterministic")}
     return recipe.model_copy(update=same | {"data": data, "model": model})
 

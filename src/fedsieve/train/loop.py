@@ -45,6 +45,11 @@ class StageState:
     def start(cls, theta: Tensor) -> "StageState":
         return cls(theta, torch.zeros(2, dtype=torch.float64, device=theta.device))
 
+    @property
+    def length(self) -> int:
+        """Epochs done."""
+        return self.epoch
+
     def numbers(self) -> dict[str, Any]:
         """Everything but the tensors."""
         return {name: getattr(self, name) for name in (item.name for item in fields(self)) if name not in TENSORS}

@@ -5,7 +5,7 @@ Here the active weights are gathered, stepped by torch's own arithmetic in torch
 frozen weights keep their bits, the state has k entries, and a mask of ones (or none) gives torch.optim's bits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -102,16 +102,10 @@ class _Sparse(torch.optim.Optimizer):
         rescale, clip_norm = self.param_groups[0]["rescale"], self.param_groups[0]["clip_norm"]
         if not gradients or (rescale is None and clip_norm is None):
             return None
-        norm = _norm(gradients)
-        factor = torch.ones_like(norm)
+        dense = None
         if rescale is not None:
             dense = _norm([tensor.grad for tensor in self._params if tensor.grad is not None])
-            # 0 / 0 where no active weight has a gradient: any factor does.
-            factor = (dense / norm).nan_to_num(nan=1.0, posinf=rescale).clamp(max=rescale)
-        if clip_norm is not None:
-            # As torch.nn.utils.clip_grad_norm_ has it.
-            factor = factor * (clip_norm / (norm * factor + 1e-6)).clamp(max=1.0)
-        return factor
+        return gradient_factor(_norm(gradients), dense, rescale, clip_norm)
 
     def _update(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Step `weights` in place."""
@@ -204,15 +198,7 @@ class SparseSGDM(_Sparse):
         )
 
     def _update(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if group["weight_decay"]:
-            gradient = gradient.add(weights, alpha=group["weight_decay"])
-        if momentum := group["momentum"]:
-            if (buffer := state.get(self._momentum)) is None:
-                buffer = state[self._momentum] = gradient.clone()
-            else:
-                buffer.mul_(momentum).add_(gradient)
-            gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-        weights.add_(gradient, alpha=-group["lr"])
+        sgd_update(weights, gradient, state, group)
 
 
 class SparseAdamW(_Sparse):
@@ -254,20 +240,53 @@ class SparseAdamW(_Sparse):
         )
 
     def _update(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            # The step stays on the host, so that reading it never waits for the device.
-            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weights)}
-            state["exp_avg_sq"] = torch.zeros_like(weights)
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        state["step"] += 1
-        step = state["step"].item()
-        if group["weight_decay"]:
-            weights.mul_(1 - lr * group["weight_decay"])
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (1 - beta2**step) ** 0.5
-        denominator = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
-        weights.addcdiv_(state["exp_avg"], denominator, value=-lr / (1 - beta1**step))
+        adamw_update(weights, gradient, state, group)
+
+
+# --- the arithmetic, elementwise, on tensors of any shape ------------------------------------------------------------
+
+
+def sgd_update(weights: Tensor, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    """One step of SGD with momentum on `weights`, in place, in torch's own order of operations."""
+    if group["weight_decay"]:
+        gradient = gradient.add(weights, alpha=group["weight_decay"])
+    if momentum := group["momentum"]:
+        if (buffer := state.get("momentum_buffer")) is None:
+            buffer = state["momentum_buffer"] = gradient.clone()
+        else:
+            buffer.mul_(momentum).add_(gradient)
+        gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+    weights.add_(gradient, alpha=-group["lr"])
+
+
+def adamw_update(weights: Tensor, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    """One step of AdamW on `weights`, in place, in torch's own order of operations."""
+    if not state:
+        # The step stays on the host, so that reading it never waits for the device.
+        state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weights)}
+        state["exp_avg_sq"] = torch.zeros_like(weights)
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    state["step"] += 1
+    step = state["step"].item()
+    if group["weight_decay"]:
+        weights.mul_(1 - lr * group["weight_decay"])
+    state["exp_avg"].lerp_(gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    scale = (1 - beta2**step) ** 0.5
+    denominator = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
+    weights.addcdiv_(state["exp_avg"], denominator, value=-lr / (1 - beta1**step))
+
+
+def gradient_factor(norm: Tensor, dense: Tensor | None, rescale: float | None, clip_norm: float | None) -> Tensor:
+    """What active gradients of L2 `norm` are multiplied by: rescaled to the `dense` norm first, clipped then."""
+    factor = torch.ones_like(norm)
+    if rescale is not None and dense is not None:
+        # 0 / 0 where no active weight has a gradient: any factor does.
+        factor = (dense / norm).nan_to_num(nan=1.0, posinf=rescale).clamp(max=rescale)
+    if clip_norm is not None:
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        factor = factor * (clip_norm / (norm * factor + 1e-6)).clamp(max=1.0)
+    return factor
 
 
 def _matched(params: Params, mask: Mask | None) -> list[Tensor]:

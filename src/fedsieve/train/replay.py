@@ -3,13 +3,12 @@ takes longer than running them."""
 
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Speed = Literal["eager", "graph", "full"]
-Function = Callable[..., Tensor]
 
 
 class Replay:
@@ -20,13 +19,13 @@ class Replay:
     recorded are run as they are.
     """
 
-    def __init__(self, function: Function, on: bool = True) -> None:
+    def __init__(self, function: Callable[..., Any], on: bool = True) -> None:
         self.function, self.on = function, on
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
-        self.output: Tensor
+        self.output: Any = None
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Any:
         if not self.on or not inputs[0].is_cuda:
             return self.function(*inputs)
         if self.graph is None and not self._record(inputs):
@@ -62,6 +61,6 @@ class Replay:
         return True
 
 
-def compiled(function: Function, speed: Speed) -> Function:
+def compiled(function: Callable[..., Tensor], speed: Speed) -> Callable[..., Tensor]:
     """`function` through torch.compile where `speed` asks for it."""
     return torch.compile(function, dynamic=False) if speed == "full" else function

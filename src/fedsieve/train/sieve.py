@@ -10,13 +10,16 @@ from fedsieve.config import Fisher, Sieve
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.calibration import LAYERS, RULES, calibrate, hybrid, maskable, random_scores
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.scores import fisher, magnitude, shrunk
+from fedsieve.mask.scores import fisher_sum, magnitude, shrunk
 from fedsieve.mask.selection import attention_heads, can_last, check_request, group_ids
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
 
 CHUNK = 64  # images that are transformed at a time; how many are differentiated at a time follows from memory
+
+
+Sensitivity = Callable[[Mask, int], Tensor]  # of the weights still active, in a calibration round: (D,) on the host
 
 
 def make_mask(
@@ -30,26 +33,52 @@ def make_mask(
     on_round: Callable[[int, Mask], None] = lambda *_: None,
 ) -> Mask:
     """The mask of a stage: the weights of `space` that its rule lets train, scored on examples of `feed`."""
-    rule = RULES[sieve.rule]
-    taking = taking_part(sieve, model, space)
 
     def sensitivity(active: Mask, number: int) -> Tensor:
-        frozen = taking & ~active.to_bool()
-        draws = None if sieve.fisher.labels else generator(seed, "fisher labels", stage, number).random(count)
-        with shrunk(model, space, frozen, sieve.shrink if number else 1.0):
-            return fisher(
-                model,
-                space,
-                _batches(feed, examples, sieve.fisher),
-                draws,
-                per=sieve.fisher.per,
-                target=sieve.fisher.target,
-                autocast=autocast,
-            ).cpu()
+        total, count = squared_gradients(sieve, model, space, feed, active, number, examples, autocast, seed, stage)
+        return (total / count).float().cpu()
+
+    examples = generator(seed, "fisher rows", stage).permutation(len(feed))[: sieve.fisher.samples]
+    return calibrated(sieve, model, space, scorer(sieve, model, space, sensitivity, seed, stage), on_round)
+
+
+def squared_gradients(
+    sieve: Sieve,
+    model: nn.Module,
+    space: ParamSpace,
+    feed: Feed,
+    active: Mask,
+    number: int,
+    examples: np.ndarray,
+    autocast: Autocast,
+    seed: int,
+    *address: int | str,
+) -> tuple[Tensor, int]:
+    """The sum of squared gradients over some examples of `feed`, (D,) float64, and how many were added."""
+    settings = sieve.fisher
+    draws = None if settings.labels else generator(seed, "fisher labels", *address, number).random(len(examples))
+    frozen = taking_part(sieve, model, space) & ~active.to_bool()
+    with shrunk(model, space, frozen, sieve.shrink if number else 1.0):
+        return fisher_sum(
+            model,
+            space,
+            _batches(feed, examples, settings),
+            draws,
+            per=settings.per,
+            target=settings.target,
+            autocast=autocast,
+        )
+
+
+def scorer(
+    sieve: Sieve, model: nn.Module, space: ParamSpace, sensitivity: Sensitivity, seed: int, *address: int | str
+) -> Sensitivity:
+    """The scores that a rule goes by."""
+    rule = RULES[sieve.rule]
 
     def score(active: Mask, number: int) -> Tensor:
         if rule.score == "random":
-            return random_scores(space, seed, stage)
+            return random_scores(space, seed, *address)
         weights = magnitude(space.read(model)).cpu()
         if rule.score == "magnitude":
             return weights
@@ -59,16 +88,25 @@ def make_mask(
             sensitivity(active, number), weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool()
         )
 
-    examples = generator(seed, "fisher rows", stage).permutation(len(feed))[: sieve.fisher.samples]
-    count = len(examples)
+    return score
+
+
+def calibrated(
+    sieve: Sieve,
+    model: nn.Module,
+    space: ParamSpace,
+    score: Sensitivity,
+    on_round: Callable[[int, Mask], None] = lambda *_: None,
+) -> Mask:
+    """The mask that the sieve's calibration rounds end in."""
     return calibrate(
         score,
         space,
         sparsity=sieve.sparsity,
-        lowest=rule.lowest,
+        lowest=RULES[sieve.rule].lowest,
         rounds=sieve.calibration_rounds,
         schedule=sieve.schedule,
-        maskable=taking,
+        maskable=taking_part(sieve, model, space),
         allocation=sieve.allocation,
         granularity=sieve.granularity,
         min_active_per_tensor=sieve.min_active_per_tensor,

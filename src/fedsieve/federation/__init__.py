@@ -1,0 +1,1 @@
+"""Clients, executors, aggregation, server optimizers and the round loop: one server, many clients, one machine."""

@@ -1,0 +1,343 @@
+"""How a cohort trains: one client after another, or all at once on one device. Both give the same updates.
+
+Clients train the k weights of a `support` (places in the space's vector; None: all), each from its own start values, and
+may each be held to a part of it (`holds`). An executor gives back what moved, and never decides anything.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsieve.config import Correction, Optimizer
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.stack import Stack
+from fedsieve.federation.work import Work, side_by_side
+from fedsieve.model.space import ParamSpace
+from fedsieve.train.feed import Autocast, Feed
+from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
+from fedsieve.train.replay import Replay, Speed, compiled
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all clients of a stage do alike."""
+
+    model: nn.Module  # what is called on the feed's inputs: the classifier, or its head on features
+    space: ParamSpace
+    theta: Tensor  # the space's bound vector: writing to it changes the model
+    feed: Feed
+    optimizer: Optimizer
+    correction: Correction
+    autocast: Autocast
+    speed: Speed = "eager"
+
+
+@dataclass
+class Cohort:
+    """The clients that train now, in order. What is None is alike for all, or absent."""
+
+    works: Sequence[Work]
+    start: Tensor  # (k,), or (clients, k)
+    holds: Tensor | None = None  # (clients, k) bool: which of the k values each client may move
+    control: Tensor | None = None  # (clients, k): what SCAFFOLD adds to each gradient, c - c_k
+
+
+@dataclass
+class Trained:
+    """Some clients' results."""
+
+    clients: range  # their places in the cohort
+    moved: Tensor  # (clients, k): how far each value went
+    sums: Tensor  # (clients, 3) float64: loss and correct answers summed over the images seen, and their number
+    gradients: Tensor | None = None  # (clients, k): the mean raw gradient, where a control variate needs it
+    steps: list[int] = field(default_factory=list)
+
+
+class Sequential:
+    """One client after another, with plain modules: slow, obvious, and what the other executor must equal."""
+
+    def __init__(self, task: Task, support: Tensor | None) -> None:
+        self.task, self.support = task, support
+
+    def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
+        """Each client's result, as soon as it is there."""
+        task, theta = self.task, self.task.theta
+        settings = _settings(task.optimizer, lr)
+        update = adamw_update if task.optimizer.kind == "adamw" else sgd_update
+        start_of_round = self._take(theta.detach()).clone()
+        teacher = _teacher(task)
+        for number, work in enumerate(cohort.works):
+            start = cohort.start if cohort.start.dim() == 1 else cohort.start[number]
+            weights, state = start.clone(), dict[str, Any]()
+            sums = torch.zeros(3, dtype=torch.float64, device=theta.device)
+            total = torch.zeros_like(start) if task.correction.kind == "scaffold" else None
+            for step in range(work.steps):
+                there = work.examples[step] >= 0
+                draws = None if work.draws is None else torch.from_numpy(work.draws[step][there]).to(theta.device)
+                images, labels = task.feed.fetch(work.examples[step][there])
+                inputs = task.feed.inputs(images, draws)
+                self._put(start_of_round)
+                distant = teacher(inputs) if teacher else None
+                self._put(weights)
+                theta.grad.zero_()  # type: ignore[union-attr]
+                with task.autocast():
+                    logits = task.model(inputs)
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                loss = _losses(logits, labels, distant, task.correction).mean()
+                loss.backward()
+                sums += _sums(logits.detach()[None], labels[None], torch.ones_like(labels, dtype=torch.bool)[None])[0]
+                with torch.no_grad():
+                    assert theta.grad is not None
+                    gradient = self._take(theta.grad)
+                    if total is not None:
+                        total += gradient
+                    dense = theta.grad.square().sum() - gradient.square().sum() if task.optimizer.rescale else None
+                    control = None if cohort.control is None else cohort.control[number]
+                    holds = None if cohort.holds is None else cohort.holds[number]
+                    gradient = _corrected(gradient, weights, start, task.correction, control)
+                    gradient = _bounded(gradient[None], None if dense is None else dense[None], holds, task.optimizer)[
+                        0
+                    ]
+                    before = weights.clone() if holds is not None else None
+                    update(weights, gradient, state, settings)
+                    if holds is not None:
+                        weights = torch.where(holds, weights, before)  # type: ignore[arg-type]
+            gradients = None if total is None else (total / work.steps)[None]
+            yield Trained(range(number, number + 1), (weights - start)[None], sums[None], gradients, [work.steps])
+        self._put(start_of_round)
+
+    def _take(self, vector: Tensor) -> Tensor:
+        return vector if self.support is None else vector.index_select(0, self.support)
+
+    @torch.no_grad()
+    def _put(self, values: Tensor) -> None:
+        if self.support is None:
+            self.task.theta.copy_(values)
+        else:
+            self.task.theta.index_copy_(0, self.support, values)
+
+
+class Stacked:
+    """All clients at once on one device: their weights stacked, their batches side by side, a step one CUDA graph.
+
+    `clients` are stacked at a time, as many as fit: where memory runs out, half as many are tried.
+    """
+
+    def __init__(self, task: Task, support: Tensor | None, clients: int, batch: int) -> None:
+        self.task, self.support, self.batch = task, support, batch
+        for parameter in task.model.parameters():
+            parameter.requires_grad_(False)
+        self._build(clients)
+
+    def _build(self, clients: int) -> None:
+        task, self.clients = self.task, clients
+        kind = torch.get_autocast_dtype(task.theta.device.type)
+        with task.autocast():
+            cast = kind if torch.is_autocast_enabled(task.theta.device.type) else None
+        self.stack = Stack(
+            task.model, task.space, self.support, clients, cast, whole=task.optimizer.rescale is not None
+        )
+        k = task.space.size if self.support is None else len(self.support)
+        self.weights = task.theta.detach().new_zeros(clients, k)  # in place always: recorded steps read from here
+        self.forward = compiled(self.stack, task.speed)
+        self.teacher = _teacher(task)
+        self.gradient = Replay(self._differentiate, on=task.speed != "eager")
+
+    def sync(self) -> None:
+        """Take over weights of the model outside the support that have changed since the executor was made."""
+        self.stack.refresh()
+
+    def check(self) -> None:
+        """Refuse a network that cannot be stacked."""
+        inputs, _ = self.task.feed.batch(np.arange(min(2, len(self.task.feed))))
+        with self.task.autocast():
+            self.stack.check(inputs)
+
+    @torch.enable_grad()
+    def _differentiate(self, images: Tensor, labels: Tensor, there: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
+        """Gradients (clients, k) at `weights`, the sums of `Trained`, and the squared norm of what was not asked for."""
+        task, clients = self.task, self.clients
+        self.stack.load(self.weights)
+        with torch.no_grad():
+            inputs = task.feed.inputs(images, *draws)
+            distant = self.teacher(inputs) if self.teacher else None
+        with task.autocast():
+            logits = self.forward(inputs)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = _losses(logits, labels, distant, task.correction).view(clients, -1)
+        counted = there.view(clients, -1)
+        means = torch.where(counted, losses, 0).sum(1) / counted.sum(1).clamp(min=1)
+        dense = self.stack.gradients(means.sum())
+        gradient = self.stack.gather(dense, self.weights)
+        rest = gradient.new_zeros(clients)
+        if task.optimizer.rescale:
+            rest = torch.stack([part.to(gradient.dtype).square().sum(1) for part in dense]).sum(0)
+            rest = rest - gradient.square().sum(1)
+        return (
+            gradient,
+            _sums(logits.detach().view(clients, -1, logits.shape[-1]), labels.view(clients, -1), counted),
+            rest,
+        )
+
+    def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
+        """The results of as many clients as are stacked, one group after the other."""
+        first = 0
+        while first < len(cohort.works):
+            try:
+                result = self._group(cohort, range(first, min(first + self.clients, len(cohort.works))), lr)
+            except torch.cuda.OutOfMemoryError:
+                if self.clients == 1:
+                    raise
+                fewer = -(-self.clients // 2)
+                warnings.warn(
+                    f"{self.clients} clients at once do not fit in memory: going on with {fewer}", stacklevel=2
+                )
+                del self.stack, self.forward, self.gradient, self.weights
+                torch.cuda.empty_cache()
+                self._build(fewer)
+                continue
+            yield result
+            first += len(result.clients)
+
+    @torch.no_grad()
+    def _group(self, cohort: Cohort, members: range, lr: float) -> Trained:
+        task, device = self.task, self.task.theta.device
+        works = [cohort.works[number] for number in members]
+        part = slice(members.start, members.stop)
+        start = cohort.start if cohort.start.dim() == 1 else cohort.start[part]
+        holds = None if cohort.holds is None else _filled(cohort.holds[part], self.clients)
+        control = None if cohort.control is None else _filled(cohort.control[part], self.clients)
+        self.weights.copy_(start if start.dim() == 1 else _filled(start, self.clients))
+        begin = self.weights.clone()
+        examples, draws = side_by_side(works, self.clients, self.batch)
+        present = torch.from_numpy(examples >= 0).to(device)
+        placed = None if draws is None else torch.from_numpy(draws).to(device)
+        steps = [work.steps for work in works]
+        active = torch.tensor([*steps, *[0] * (self.clients - len(works))], device=device)
+        settings, state = _settings(task.optimizer, lr), dict[str, Any]()
+        update = adamw_update if task.optimizer.kind == "adamw" else sgd_update
+        sums = torch.zeros(self.clients, 3, dtype=torch.float64, device=device)
+        total = torch.zeros_like(begin) if task.correction.kind == "scaffold" else None
+        for step in range(max(steps)):
+            images, labels = task.feed.fetch(examples[step].reshape(-1).clip(0))
+            extra = () if placed is None else (placed[step].flatten(0, 1),)
+            gradient, seen, rest = self.gradient(images, labels, present[step].flatten(), *extra)
+            sums += seen
+            going = None if step < min(steps) else (step < active)[:, None]
+            if total is not None:
+                total += gradient if going is None else gradient * going
+            before = self.weights.clone() if holds is not None or going is not None else None
+            gradient = _corrected(gradient, self.weights, begin, task.correction, control)
+            gradient = _bounded(gradient, rest if task.optimizer.rescale else None, holds, task.optimizer)
+            update(self.weights, gradient, state, settings)
+            if before is not None:
+                kept = holds if going is None else going if holds is None else holds & going
+                assert kept is not None
+                self.weights.copy_(torch.where(kept, self.weights, before))
+        count = len(works)
+        moved = (self.weights - begin)[:count]
+        gradients = None if total is None else (total / active.clamp(min=1)[:, None])[:count]
+        return Trained(members, moved, sums[:count], gradients, steps)
+
+
+Executor = Sequential | Stacked
+
+
+def make_executor(
+    kind: str, task: Task, support: Tensor | None, clients: int, batch: int, say: Callable[[str], None]
+) -> Executor:
+    """The asked executor; a network that cannot be stacked trains one client after another, and `say` tells so."""
+    if kind == "stacked":
+        try:
+            executor = Stacked(task, support, clients, batch)
+            executor.check()
+            return executor
+        except FedsieveError as error:
+            say(f"executor: this network cannot be stacked ({error}): clients train one after another")
+            for name, parameter in task.model.named_parameters():
+                parameter.requires_grad_(name in _inside(task))
+    return Sequential(task, support)
+
+
+def _inside(task: Task) -> set[str]:
+    """The parameters of the task's model that are bound to its vector."""
+    low = task.theta.data_ptr()
+    high = low + task.theta.nbytes
+    return {name for name, parameter in task.model.named_parameters() if low <= parameter.data_ptr() < high}
+
+
+def _settings(optimizer: Optimizer, lr: float) -> dict[str, Any]:
+    """What the updates read."""
+    return {
+        "lr": lr,
+        "momentum": optimizer.momentum,
+        "nesterov": optimizer.nesterov,
+        "weight_decay": optimizer.weight_decay,
+        "betas": (optimizer.momentum, optimizer.beta2),
+        "eps": 1e-8,
+    }
+
+
+def _filled(rows: Tensor, count: int) -> Tensor:
+    """`rows` and as many repeats of the first as make `count`."""
+    return rows if len(rows) == count else torch.cat([rows, rows[:1].expand(count - len(rows), *rows.shape[1:])])
+
+
+def _corrected(
+    gradient: Tensor, weights: Tensor, start: Tensor, correction: Correction, control: Tensor | None
+) -> Tensor:
+    """The gradient with FedProx's pull to the start, or SCAFFOLD's control variates."""
+    if correction.kind == "fedprox":
+        gradient = gradient.add(weights - start, alpha=correction.mu)
+    return gradient if control is None else gradient + control
+
+
+def _bounded(gradient: Tensor, rest: Tensor | None, holds: Tensor | None, optimizer: Optimizer) -> Tensor:
+    """Gradients (clients, k) held to what each client may move, rescaled and clipped client by client."""
+    whole = gradient.square().sum(1)
+    if holds is not None:
+        gradient = torch.where(holds, gradient, 0)
+    if optimizer.clip_norm is None and optimizer.rescale is None:
+        return gradient
+    norm = torch.linalg.vector_norm(gradient, dim=1)
+    dense = None if rest is None else (whole + rest.clamp(min=0)).sqrt()
+    return gradient * gradient_factor(norm, dense, optimizer.rescale, optimizer.clip_norm)[:, None]
+
+
+def _teacher(task: Task) -> Callable[[Tensor], Tensor] | None:
+    """The round's global model, for FedNTD: what the model is before a client's weights are laid over it."""
+    if task.correction.kind != "fedntd":
+        return None
+
+    @torch.no_grad()
+    def teach(inputs: Tensor) -> Tensor:
+        with task.autocast():
+            logits = task.model(inputs)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    return teach
+
+
+def _losses(logits: Tensor, labels: Tensor, distant: Tensor | None, correction: Correction) -> Tensor:
+    """The loss of every image; with FedNTD (Lee et al. 2022), plus the distance of the wrong answers' distribution."""
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    if distant is None:
+        return losses
+    true = F.one_hot(labels, logits.shape[-1]).bool()
+    ours, theirs = ((values / correction.tau).masked_fill(true, -1e4).log_softmax(-1) for values in (logits, distant))
+    distance = (theirs.exp() * (theirs - ours)).masked_fill(true, 0).sum(-1)
+    return losses + correction.beta * correction.tau**2 * distance
+
+
+def _sums(logits: Tensor, labels: Tensor, there: Tensor) -> Tensor:
+    """(clients, 3) float64: cross-entropy and correct answers summed over the images that are there, and their number."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    correct = logits.argmax(-1) == labels
+    parts = [torch.where(there, losses, 0), torch.where(there, correct, 0), there]
+    return torch.stack([part.double().sum(1) for part in parts], 1)

@@ -1,0 +1,83 @@
+"""Who takes part: the clients, what their devices can do, which are chosen, and what goes wrong."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedsieve.config import Device, Federation
+from fedsieve.data.partitions import ClassCounts, Shards, class_counts, make_partition
+from fedsieve.errors import FedsieveError
+from fedsieve.randomness import generator
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """All clients. Client k holds the examples `shards.client(k)` of the training feed."""
+
+    settings: Federation
+    seed: int
+    shards: Shards
+    counts: ClassCounts
+    strangers: np.ndarray  # clients that never train, ascending
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    @property
+    def trainers(self) -> int:
+        """How many clients may train."""
+        return len(self) - len(self.strangers)
+
+    @property
+    def cohort_size(self) -> int:
+        cohort = self.settings.cohort
+        size = cohort if isinstance(cohort, int) else max(1, round(cohort * self.trainers))
+        return min(size, self.trainers)
+
+    def trainer(self, number: np.ndarray) -> np.ndarray:
+        """Clients that may train by their number among these, without a list of them all."""
+        # The j-th stranger has strangers[j] - j trainers before it.
+        return number + np.searchsorted(self.strangers - np.arange(len(self.strangers)), number, side="right")
+
+    def cohort(self, stage: str, round: int) -> np.ndarray:
+        """The clients of a round, ascending, drawn without replacement."""
+        rng = generator(self.seed, "cohort", stage, round)
+        return self.trainer(np.sort(rng.choice(self.trainers, self.cohort_size, replace=False, shuffle=False)))
+
+    def device(self, client: int) -> Device:
+        """The device of a client: dealt by a draw of its own."""
+        devices = self.settings.devices
+        if not devices:
+            return Device()
+        shares = np.cumsum([device.share for device in devices])
+        drawn = generator(self.seed, "device", client).random() * shares[-1]
+        return devices[min(int(np.searchsorted(shares, drawn, side="right")), len(devices) - 1)]
+
+    def fate(self, stage: str, round: int, client: int) -> str:
+        """What becomes of a chosen client in a round: "ok", "unavailable", "crash", "late" or "corrupt"."""
+        failures = self.settings.failures
+        device = self.device(client)
+        if not (failures.unavailable or failures.crash or failures.corrupt or (failures.deadline and device.delay)):
+            return "ok"
+        rng = generator(self.seed, "failures", stage, round, client)
+        unavailable, crash, corrupt = rng.random(3)
+        if unavailable < failures.unavailable:
+            return "unavailable"
+        if crash < failures.crash:
+            return "crash"
+        if failures.deadline is not None and rng.exponential(device.delay) > failures.deadline:
+            return "late"
+        return "corrupt" if corrupt < failures.corrupt else "ok"
+
+
+def make_population(
+    settings: Federation, labels: np.ndarray, seed: int, groups: np.ndarray | None = None
+) -> Population:
+    """Deal the training examples to clients, and set strangers apart."""
+    shards = make_partition(settings.partition, labels, settings.clients or 100, generator(seed, "partition"), groups)
+    count = round(settings.held_out * len(shards))
+    if count == len(shards):
+        raise FedsieveError(f"federation.held_out: {settings.held_out:g} of {len(shards)} clients leaves none to train")
+    rng = generator(seed, "strangers")
+    strangers = np.sort(rng.choice(len(shards), count, replace=False))
+    return Population(settings, seed, shards, class_counts(shards, labels), strangers)

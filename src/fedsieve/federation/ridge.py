@@ -1,0 +1,115 @@
+"""A linear head in closed form, exact for every partition (Fed3R, Fanì et al. 2024).
+
+Clients send Phi^T Phi and Phi^T Y of their features; sums do not care how the images are spread. The server solves
+(G + strength n I) W = B, and scales the logits by a temperature, since regression onto 0 and 1 gives nearly flat ones.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import scipy.optimize
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsieve.config import Ridge
+from fedsieve.model.space import ParamSpace
+from fedsieve.wire.codec import Coding, decode, encode
+
+STRENGTHS = tuple(10.0**power for power in range(-6, 2))  # per image
+DEFAULT_STRENGTH = 1e-3
+SCALES = np.geomspace(0.5, 200, 61)  # of the logits, where they are fitted on clients' sums
+
+
+def statistics_space(width: int, classes: int) -> ParamSpace:
+    """What a client's statistics are in a message: half of a symmetric matrix, and a matrix."""
+    return ParamSpace(("gram", "moment"), (((width + 1) * (width + 2) // 2,), (width + 1, classes)))
+
+
+def statistics(features: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """The statistics of some images, one float64 vector of `statistics_space`. The last feature is a constant 1."""
+    phi = F.pad(features.double(), (0, 1), value=1.0)
+    rows, columns = torch.triu_indices(phi.shape[1], phi.shape[1], device=phi.device)
+    moment = phi.T @ F.one_hot(labels, classes).double()
+    return torch.cat([(phi.T @ phi)[rows, columns], moment.flatten()])
+
+
+def solve(total: Tensor, count: int, width: int, classes: int, strength: float) -> tuple[Tensor, Tensor]:
+    """Weight (classes, width) and bias (classes,) of the ridge regression with these summed statistics; float64."""
+    space = statistics_space(width, classes)
+    gram = total.new_zeros(width + 1, width + 1)
+    rows, columns = torch.triu_indices(width + 1, width + 1, device=total.device)
+    gram[rows, columns] = space.view(total, "gram")
+    gram = gram + gram.triu(1).T
+    penalty = torch.full((width + 1,), strength * count, dtype=total.dtype, device=total.device)
+    penalty[-1] = 0.0  # the bias is free
+    solution = torch.linalg.solve(gram + penalty.diag(), space.view(total, "moment"))
+    return solution[:-1].T.contiguous(), solution[-1].clone()
+
+
+def fit_scale(logits: Tensor, labels: Tensor) -> float:
+    """The factor on the logits that gives these labels the highest likelihood."""
+    logits = logits.double()
+
+    def loss(log_scale: float) -> float:
+        return F.cross_entropy(logits * math.exp(log_scale), labels).item()
+
+    found = scipy.optimize.minimize_scalar(loss, bounds=(math.log(SCALES[0]), math.log(SCALES[-1])), method="bounded")
+    return math.exp(found.x)
+
+
+def federated_ridge(
+    settings: Ridge,
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    clients: Sequence[tuple[int, np.ndarray]],
+    validation: tuple[Tensor, Tensor] | None,
+    count_bytes: Callable[[int, str, str, int], None],
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Weight and bias of the head, float64, and what was chosen.
+
+    `clients` are numbers and their examples among `features`; `count_bytes(client, direction, what, size)` hears of every
+    message. Strength and scale are chosen on `validation` features and labels; without any, the strength is the default,
+    and the scale is fitted on the clients' own images, who send their losses at a grid of scales.
+    """
+    width = features.shape[1]
+    space, coding = statistics_space(width, classes), Coding("fp64")
+    total, seen = torch.zeros(space.size, dtype=torch.float64, device=features.device), 0
+    for client, examples in clients:
+        rows = torch.from_numpy(examples).to(features.device)
+        values = statistics(features[rows], labels[rows], classes)
+        message = encode(values, coding, space, round=0, client=client, n=len(examples))
+        count_bytes(client, "up", "statistics", len(message))
+        reply = decode(message, coding, space, round=0, client=client, device=features.device)
+        total += reply.values
+        seen += reply.n
+
+    def head(strength: float) -> tuple[Tensor, Tensor]:
+        return solve(total, seen, width, classes, strength)
+
+    strength = settings.strength or DEFAULT_STRENGTH
+    if settings.strength is None and validation is not None:
+        phi, truth = validation[0].double(), validation[1]
+        right = {}
+        for candidate in STRENGTHS:
+            weight, bias = head(candidate)
+            right[candidate] = int(((phi @ weight.T + bias).argmax(1) == truth).sum())
+        strength = max(right, key=lambda candidate: (right[candidate], candidate))
+    weight, bias = head(strength)
+    if settings.temperature is not None:
+        scale = 1 / settings.temperature
+    elif validation is not None:
+        scale = fit_scale(validation[0].double() @ weight.T + bias, validation[1])
+    else:
+        losses = np.zeros(len(SCALES))
+        for client, examples in clients:
+            rows = torch.from_numpy(examples).to(features.device)
+            logits = features[rows].double() @ weight.T + bias
+            mine = [F.cross_entropy(logits * s, labels[rows], reduction="sum").item() for s in SCALES]
+            count_bytes(client, "down", "head", 4 * (weight.numel() + bias.numel()))
+            count_bytes(client, "up", "losses", 8 * len(SCALES))
+            losses += mine
+        scale = float(SCALES[losses.argmin()])
+    return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}

@@ -1,0 +1,43 @@
+"""Server optimizers (Reddi et al. 2021, "Adaptive federated optimization"), on the k values that move."""
+
+import torch
+from torch import Tensor
+
+from fedsieve.config import Server
+
+State = dict[str, Tensor]
+
+
+def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Tensor:
+    """How far the server moves, (k,), given the clients' mean update `delta`; `state` holds its buffers."""
+    if settings.optimizer == "sgd":
+        return lr * delta
+    if settings.optimizer == "momentum":
+        momentum = state.setdefault("momentum", torch.zeros_like(delta))
+        momentum.mul_(settings.momentum).add_(delta)
+        return lr * momentum
+    first = state.setdefault("first", torch.zeros_like(delta))
+    first.mul_(settings.momentum).add_(delta, alpha=1 - settings.momentum)
+    second = state.setdefault("second", torch.full_like(delta, settings.tau**2))
+    square = delta.square()
+    if settings.optimizer == "adam":
+        second.mul_(settings.beta2).add_(square, alpha=1 - settings.beta2)
+    elif settings.optimizer == "yogi":
+        second.sub_((second - square).sign() * square, alpha=1 - settings.beta2)
+    else:
+        second.add_(square)
+    return lr * first / (second.sqrt() + settings.tau)
+
+
+def carried(values: Tensor, old: Tensor | None, new: Tensor | None, fill: float = 0.0) -> Tensor:
+    """Values of the places `old` (ascending; None: all) as values of the places `new`; `fill` where there were none."""
+    if new is None or old is None:
+        if old is None:
+            return values if new is None else values[new]
+        raise ValueError("values of some places cannot become values of all")
+    result = values.new_full((len(new),), fill)
+    if len(old):
+        place = torch.searchsorted(old, new).clamp(max=len(old) - 1)
+        found = old[place] == new
+        result[found] = values[place[found]]
+    return result

@@ -1,0 +1,258 @@
+"""Many copies of one network that differ in some weights, run as one network on all their batches at once.
+
+The batch axis holds the clients' batches one after the other. Layers whose weights differ between clients are replaced by
+batched products over a client axis; everything else (attention, activations, frozen layers) sees one large batch. It is
+plain autograd, so fused attention, autocast, torch.compile and CUDA graphs work as for a single network.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsieve.errors import FedsieveError
+from fedsieve.model.space import ParamSpace
+
+
+class Stack:
+    """`clients` copies of `model`, each with its own values of the weights in `support` (all of `space` when None).
+
+    `support` holds ascending places in the space's vector. The values are given and their gradients taken as matrices
+    (clients, k). With `cast`, matrices of linear layers and convolutions are kept in that type, as autocast would cast them.
+    `whole` also takes the gradients of tensors outside the support, for their norms.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        space: ParamSpace,
+        support: Tensor | None,
+        clients: int,
+        cast: torch.dtype | None = None,
+        whole: bool = False,
+    ) -> None:
+        self.model, self.clients = model, clients
+        device = next(model.parameters()).device
+        everything = torch.arange(space.size, device=device) if support is None else support
+        bounds = torch.tensor(space.offsets, device=device)
+        cuts = torch.searchsorted(everything, bounds).tolist()
+        parameters = dict(model.named_parameters())
+        self.parts: list[tuple[Tensor, Tensor | None, int, int]] = []  # leaf, places in it, its span of the k values
+        self.leaves: dict[str, Tensor] = {}
+        self.casting = {
+            f"{path}.{name}"
+            for path, module in model.named_modules()
+            if isinstance(module, (nn.Linear, nn.Conv2d))
+            for name in ("weight", "bias")
+        }
+        for name, start, first, last in zip(space.names, space.offsets, cuts, cuts[1:], strict=False):
+            if first == last and not whole:
+                continue
+            weights = parameters[name].detach()
+            leaf = weights.expand(clients, *weights.shape).to(
+                cast if cast and name in self.casting else weights.dtype, copy=True
+            )
+            places = None if last - first == weights.numel() else everything[first:last] - start
+            self.leaves[name] = leaf.requires_grad_()
+            self.parts.append((leaf, places, first, last))
+        self.forwards, self.raw = self._plan()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Give every copy the model's own weights again."""
+        for name, leaf in self.leaves.items():
+            leaf.copy_(self.model.get_parameter(name))
+
+    @torch.no_grad()
+    def load(self, values: Tensor) -> None:
+        """Give every copy its own values, (clients, k)."""
+        for leaf, places, first, last in self.parts:
+            flat, part = leaf.view(self.clients, -1), values[:, first:last].to(leaf.dtype)
+            if places is None:
+                flat.copy_(part)
+            else:
+                flat.index_copy_(1, places, part)
+
+    def gradients(self, total: Tensor) -> list[Tensor]:
+        """The gradients of `total` by every leaf, (clients, numel) each, dense."""
+        found = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
+        pairs = zip(found, self.leaves.values(), strict=True)
+        return [
+            (torch.zeros_like(leaf) if gradient is None else gradient).reshape(self.clients, -1)
+            for gradient, leaf in pairs
+        ]
+
+    def gather(self, gradients: list[Tensor], like: Tensor) -> Tensor:
+        """Of dense gradients, the entries of the support, (clients, k) in the type of `like`."""
+        pairs = zip(gradients, self.parts, strict=True)
+        taken = [
+            (gradient if places is None else gradient.index_select(1, places)).to(like.dtype)
+            for gradient, (_, places, _, _) in pairs
+        ]
+        return torch.cat(taken, 1)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """The network's outputs for inputs (clients * batch, ...), client after client."""
+        with self._patched():
+            if not self.raw:
+                return self.model(inputs)
+            return functional_call(self.model, self._spread(len(inputs) // self.clients), (inputs,))
+
+    def _spread(self, batch: int) -> dict[str, Tensor]:
+        """Parameters that modules use bare (tokens, position embeddings, layer scales), one per image of the batch."""
+        spread = {}
+        for name in self.raw:
+            leaf = self.leaves[name]
+            # Such a parameter is broadcast over the batch: (1, ...), or (features,) against (batch, tokens, features).
+            one = leaf if leaf.dim() > 2 else leaf[:, None, None, :]
+            spread[name] = one.expand(self.clients, batch, *one.shape[2:]).flatten(0, 1)
+        return spread
+
+    def _plan(self) -> tuple[dict[nn.Module, Callable[[Tensor], Tensor]], list[str]]:
+        """The layers to replace, and the parameters that no layer of a known kind owns."""
+        forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        raw = []
+        for path, module in self.model.named_modules():
+            own = [name for name, _ in module.named_parameters(recurse=False)]
+            names = {name: f"{path}.{name}".lstrip(".") for name in own}
+            if not any(name in self.leaves for name in names.values()):
+                continue
+            make = next((make for kind, make in LAYERS if isinstance(module, kind)), None)
+            if make is not None:
+                forwards[module] = make(module, self, names)
+                continue
+            for name in names.values():
+                if name in self.leaves:
+                    shape = self.leaves[name].shape[1:]
+                    if len(shape) != 1 and shape[0] != 1:
+                        raise FedsieveError(f"{name} of shape {tuple(shape)} cannot be stacked")
+                    raw.append(name)
+        return forwards, raw
+
+    def weight(self, name: str, rank: int) -> Tensor:
+        """A parameter ready to broadcast against (clients, rows, ...): its stacked leaf, or the model's shared one."""
+        if name in self.leaves:
+            leaf = self.leaves[name]
+            return leaf[:, None] if leaf.dim() - 1 < rank else leaf
+        return self.model.get_parameter(name).detach()
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        for module, forward in self.forwards.items():
+            module.forward = forward
+        try:
+            yield
+        finally:
+            for module in self.forwards:
+                del module.forward  # the class's own shows again
+
+    @torch.no_grad()
+    def check(self, inputs: Tensor) -> None:
+        """Refuse a network that this way of stacking gets wrong: compare with copies run one by one on `inputs` (B, ...).
+
+        The leaves are left as they were.
+        """
+        before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
+        try:
+            for number, leaf in enumerate(self.leaves.values()):
+                generator = torch.Generator().manual_seed(number)
+                noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+                leaf.add_(noise * (0.1 * leaf.abs().mean() + 0.01))
+            together = self(torch.cat([inputs] * self.clients)).view(self.clients, len(inputs), -1)
+            for client in {0, self.clients - 1}:
+                own = {
+                    name: leaf[client].to(self.model.get_parameter(name).dtype) for name, leaf in self.leaves.items()
+                }
+                alone = functional_call(self.model, own, (inputs,))
+                error = (together[client].double() - alone.double()).norm() / alone.double().norm().clamp(min=1e-12)
+                if not error < 0.05:
+                    raise FedsieveError(f"its stacked output is off by {float(error):.2g} of its norm")
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise FedsieveError(f"it does not stack: {str(error).splitlines()[0][:200]}") from None
+        finally:
+            for name, leaf in self.leaves.items():
+                leaf.copy_(before[name])
+
+
+def _linear(module: nn.Linear, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        rows = inputs.reshape(stack.clients, -1, inputs.shape[-1])
+        weight = stack.weight(names["weight"], 2)
+        if "bias" in names and names["weight"] in stack.leaves:
+            bias = stack.weight(names["bias"], 2)
+            outputs = torch.baddbmm(bias, rows, weight.mT)
+        else:
+            outputs = rows @ weight.mT
+            if "bias" in names:
+                outputs = outputs + stack.weight(names["bias"], 2)
+        return outputs.reshape(*inputs.shape[:-1], -1)
+
+    return forward
+
+
+def _layer_norm(module: nn.LayerNorm, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        normal = F.layer_norm(inputs, module.normalized_shape, None, None, module.eps)
+        rows = normal.reshape(stack.clients, -1, *module.normalized_shape)
+        rank = 1 + len(module.normalized_shape)
+        if "weight" in names:
+            rows = rows * stack.weight(names["weight"], rank)
+        if "bias" in names:
+            rows = rows + stack.weight(names["bias"], rank)
+        return rows.view(inputs.shape)
+
+    return forward
+
+
+def _batch_norm(module: nn.BatchNorm2d, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        normal = F.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
+        images = normal.unflatten(0, (stack.clients, -1))
+        scale, shift = (stack.weight(names[name], 2)[..., None, None] for name in ("weight", "bias"))
+        return (images * scale + shift).flatten(0, 1)
+
+    return forward
+
+
+def _conv(module: nn.Conv2d, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    patches = module.stride == module.kernel_size and module.padding == (0, 0)
+    patches = patches and module.dilation == (1, 1) and module.groups == 1
+
+    def forward(inputs: Tensor) -> Tensor:
+        clients = stack.clients
+        weight = stack.weight(names["weight"], 4)
+        weight = weight if names["weight"] in stack.leaves else weight.expand(clients, *weight.shape)
+        bias = stack.weight(names["bias"], 2) if "bias" in names else None  # (clients, 1, out) or (out,)
+        if patches:  # a product of patches and weights
+            high, wide = module.kernel_size
+            tiles = inputs.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))  # (N, in, rows, high, columns, wide)
+            rows, columns = tiles.shape[2], tiles.shape[4]
+            flat = tiles.permute(0, 2, 4, 1, 3, 5).reshape(clients, -1, weight[0, 0].numel())
+            outputs = flat @ weight.flatten(2).mT
+            outputs = outputs if bias is None else outputs + bias
+            return outputs.reshape(-1, rows, columns, weight.shape[1]).permute(0, 3, 1, 2)
+        grouped = inputs.unflatten(0, (clients, -1)).transpose(0, 1).flatten(1, 2)
+        outputs = F.conv2d(
+            grouped,
+            weight.flatten(0, 1),
+            None,
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.groups * clients,
+        )
+        outputs = outputs.unflatten(1, (clients, -1)).transpose(0, 1)  # (clients, B, out, H, W)
+        return (outputs if bias is None else outputs + bias[..., None, None]).flatten(0, 1)
+
+    return forward
+
+
+LAYERS: tuple[tuple[type[nn.Module], Callable[..., Callable[[Tensor], Tensor]]], ...] = (
+    (nn.Linear, _linear),
+    (nn.LayerNorm, _layer_norm),
+    (nn.BatchNorm2d, _batch_norm),
+    (nn.Conv2d, _conv),
+)

@@ -1,0 +1,72 @@
+"""What clients remember from round to round: personal weights, masks, control variates, rounding errors.
+
+It lives in memory until a checkpoint, and then in files versioned by round, so that a run can go back to any checkpoint
+that is kept. A checkpoint holds the table of versions; files that no kept checkpoint names are deleted.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedsieve.errors import FedsieveError
+from fedsieve.files import write_atomic
+
+MEMORY = 4 * 2**30  # bytes held before they are written early
+
+
+class ClientStore:
+    """Named tensors of every client, in `folder`."""
+
+    def __init__(self, folder: Path, versions: Mapping[str, int] | None = None, memory: int = MEMORY) -> None:
+        self.folder, self.memory = folder, memory
+        self.versions = {int(client): version for client, version in (versions or {}).items()}
+        self._fresh: dict[int, dict[str, Tensor]] = {}
+        self._bytes = 0
+
+    def get(self, client: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """All that a client remembers; empty for one that never took part."""
+        if client not in self._fresh:
+            if client not in self.versions:
+                return {}
+            file = self._file(client, self.versions[client])
+            try:
+                return {name: tensor.to(device) for name, tensor in safetensors.torch.load_file(file).items()}
+            except (OSError, SafetensorError) as error:
+                raise FedsieveError(
+                    f"{file}: the memory of client {client} is missing or damaged: {error}", 1
+                ) from None
+        return {name: tensor.to(device) for name, tensor in self._fresh[client].items()}
+
+    def put(self, client: int, round: int, **tensors: Tensor) -> None:
+        """Add to what a client remembers, replacing tensors of the same names."""
+        merged = self.get(client) | {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        self._bytes += sum(tensor.nbytes for tensor in merged.values())
+        self._fresh[client] = merged
+        if self._bytes > self.memory:
+            self.write(round)
+
+    def write(self, round: int) -> dict[str, int]:
+        """Bring everything to the disk, and give the table of versions for a checkpoint."""
+        for client, tensors in self._fresh.items():
+            # Never over a version that a checkpoint may name.
+            version = max(round, self.versions.get(client, -1) + 1)
+            content = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            write_atomic(self._file(client, version), safetensors.torch.save(content))
+            self.versions[client] = version
+        self._fresh.clear()
+        self._bytes = 0
+        return {str(client): version for client, version in self.versions.items()}
+
+    def prune(self, kept: Iterable[Mapping[str, int]]) -> None:
+        """Delete every file that none of the kept checkpoints' tables names."""
+        named = {self._file(int(client), version) for table in kept for client, version in table.items()}
+        for file in self.folder.glob("*/*.safetensors"):
+            if file not in named:
+                file.unlink(missing_ok=True)
+
+    def _file(self, client: int, version: int) -> Path:
+        return self.folder / str(client) / f"{version:08d}.safetensors"

@@ -1,0 +1,210 @@
+"""Federated stages of an experiment: clients from its data, rounds from its stages, and what clients see at the end."""
+
+import io
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from fedsieve.config import Experiment, Stage
+from fedsieve.data.partitions import client_accuracies
+from fedsieve.data.sources import load_column
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.population import Population, make_population
+from fedsieve.federation.ridge import federated_ridge
+from fedsieve.federation.rounds import Context, Federated, ServerState
+from fedsieve.federation.store import ClientStore
+from fedsieve.files import write_atomic
+from fedsieve.mask.mask import Mask
+from fedsieve.model.space import ParamSpace
+from fedsieve.runner.setup import Setup, feature_feeds
+from fedsieve.train.loop import Tick, measure, predict
+from fedsieve.wire.ledger import Direction, Ledger
+
+Watch = Callable[[], dict[str, float]]
+CLIENTS = "clients.npz"
+
+
+class OnFeatures(nn.Module):
+    """The head of a classifier, under the names it has there."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(features)
+
+
+def populate(experiment: Experiment, setup: Setup) -> Population:
+    """Deal the training images to clients."""
+    settings = experiment.federation
+    assert settings is not None
+    groups = None
+    if settings.partition.kind == "natural":
+        assert settings.partition.column is not None
+        groups = load_column(experiment.data, "train", settings.partition.column)[setup.train.rows]
+    return make_population(settings, setup.train.labels.cpu().numpy(), experiment.seed, groups)
+
+
+def make_context(
+    experiment: Experiment,
+    setup: Setup,
+    initial: Mapping[str, Tensor],
+    folder: Path,
+    offset: int,
+    versions: Mapping[str, int],
+    say: Callable[[str], None],
+) -> Context:
+    """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names."""
+    kind = experiment.executor
+    if kind == "auto":
+        kind = "stacked" if setup.device.type == "cuda" else "sequential"
+    context = Context(
+        experiment=experiment,
+        population=populate(experiment, setup),
+        model=setup.model,
+        initial=initial,
+        train=setup.train,
+        validation=setup.validation,
+        autocast=setup.autocast,
+        speed=setup.speed,
+        executor=kind,
+        ledger=Ledger(folder / "ledger.csv", offset),
+        store=ClientStore(folder / "clients", versions),
+        say=say,
+    )
+    if context.population.cohort_size < context.population.settings.minimum_replies:
+        raise FedsieveError(
+            f"federation.minimum_replies: {context.population.settings.minimum_replies} replies cannot come from a cohort "
+            f"of {context.population.cohort_size}"
+        )
+    return context
+
+
+def fit_rounds(
+    setup: Setup, context: Context, stage: Stage, state: ServerState | None, watch: Watch, folder: Path
+) -> tuple[ParamSpace, ServerState, Iterator[Tick]]:
+    """Start a federated stage, or continue it from `state`: its space, its living state, and the rounds to iterate over."""
+    space = setup.space(stage)
+    setup.release()
+    theta = space.bind(setup.model)
+    forward: nn.Module = setup.model
+    train, validation = setup.train, setup.validation
+    if stage.train == "head" and not setup.transform.random:
+        train, validation = feature_feeds(setup)
+        forward = OnFeatures(setup.model.head)
+
+    def keep_mask(name: str, mask: Mask) -> None:
+        file = folder / "masks" / f"{stage.name}{name and '.'}{name}.safetensors"
+        file.parent.mkdir(exist_ok=True)
+        mask.save(file)
+
+    def validate() -> dict[str, float]:
+        return setup.validate(forward, validation) | watch()
+
+    context.keep_mask = keep_mask
+    federated = Federated(context, stage, space, forward, theta, train, validate, state)
+    return space, federated.state, federated.rounds()
+
+
+def fit_ridge(
+    setup: Setup, context: Context | None, stage: Stage, watch: Watch
+) -> tuple[ParamSpace, ServerState, Iterator[Tick]]:
+    """A head in closed form, from all clients (or centrally) in one round."""
+    space = setup.space(stage)
+    setup.release()
+    state = ServerState(space.read(setup.model))
+
+    def solved() -> Iterator[Tick]:
+        clock = time.perf_counter()
+        before = dict(context.ledger.total) if context else {}
+        train, validation = feature_feeds(setup)
+        assert train.features is not None
+        clients = [(0, np.arange(len(train)))]
+        if context:
+            people = context.population
+            numbers = people.trainer(np.arange(people.trainers)).tolist()
+            clients = [(client, people.shards.client(client)) for client in numbers]
+
+        def count(client: int, direction: str, what: str, size: int) -> None:
+            if context:
+                way: Direction = "up" if direction == "up" else "down"
+                context.ledger.add(stage.name, 0, client, way, what, size)
+
+        held = None if validation.features is None else (validation.features, validation.labels)
+        weight, bias, chosen = federated_ridge(
+            stage.ridge, train.features, train.labels, len(setup.class_names), clients, held, count
+        )
+        parts = {"head.weight": weight, "head.bias": bias}
+        theta = space.flatten({name: parts[name].to(state.theta.dtype) for name in space.names})
+        space.write(setup.model, theta)
+        state.theta, state.round, state.best_at, state.done = theta, 1, 1, True
+        record: dict[str, Any] = {"stage": stage.name, "round" if context else "epoch": 1}
+        record |= measure(predict(setup.model.head, train, setup.autocast), train.labels, "train")
+        record |= chosen
+        if context:
+            record |= {f"bytes_{way}": context.ledger.total[way] - before[way] for way in ("up", "down")}
+            record |= {"cohort": len(clients), "replies": len(clients), "refused": {}}
+        record |= setup.validate(setup.model.head, validation) | watch()
+        state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}
+        record["seconds"] = state.seconds = time.perf_counter() - clock
+        yield Tick(1, 1, record)
+
+    return space, state, solved()
+
+
+def client_summary(population: Population, correct: np.ndarray, labels: np.ndarray, file: Path) -> dict[str, Any]:
+    """How well the global model serves each client, whose test set has its own shares of classes; details in `file`."""
+    accuracy = client_accuracies(correct, labels, population.counts, len(population))
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        accuracy=accuracy,
+        sizes=population.shards.sizes,
+        strangers=population.strangers,
+        client=population.counts.client,
+        label=population.counts.label,
+        examples=population.counts.examples,
+    )
+    write_atomic(file, buffer.getvalue())
+    trained = np.ones(len(population), dtype=bool)
+    trained[population.strangers] = False
+    summary = spread(accuracy[trained])
+    if len(population.strangers):
+        summary["strangers"] = spread(accuracy[~trained])
+    return summary
+
+
+def spread(accuracy: np.ndarray) -> dict[str, Any]:
+    """Mean, standard deviation, worst decile (its mean) and worst of some clients' accuracies."""
+    known = np.sort(accuracy[np.isfinite(accuracy)])
+    if not len(known):
+        return {"clients": 0}
+    worst = known[: max(1, round(0.1 * len(known)))]
+    return {
+        "clients": len(known),
+        "mean": float(known.mean()),
+        "std": float(known.std()),
+        "worst_decile": float(worst.mean()),
+        "worst": float(known[0]),
+    }
+
+
+def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, setup: Setup) -> dict[str, Any]:
+    """What the summary says of a federated stage beside what it says of any."""
+    described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
+    sieve = experiment.mask_of(stage)
+    if sieve is None:
+        return described
+    described |= {"rule": sieve.rule, "sparsity": sieve.sparsity, "scope": sieve.scope}
+    described["calibration_seconds"] = state.calibration_seconds
+    bits = state.moved if sieve.scope == "client" else state.mask
+    if bits is not None:
+        mask = Mask(setup.space(stage), bits.numpy())
+        whole = sum(parameter.numel() for parameter in setup.model.parameters())
+        described |= {"active": mask.count, "active_share": mask.count / whole, "mask_id": mask.id}
+    return described

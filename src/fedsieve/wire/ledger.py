@@ -1,0 +1,78 @@
+"""The ledger: every message of a run, one line each, as long as it was on the wire."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from fedsieve.errors import FedsieveError
+
+COLUMNS = "stage,round,client,direction,what,bytes,status"
+Direction = Literal["up", "down"]
+
+
+class Ledger:
+    """An append-only CSV file. Opened at the offset of a checkpoint, it forgets what was written after it."""
+
+    def __init__(self, path: str | Path, offset: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab")  # noqa: SIM115
+        if self._file.tell() < offset:
+            raise FedsieveError(f"{self.path}: {offset:,} bytes were written and {self._file.tell():,} are left", 1)
+        self._file.truncate(offset)
+        self._file.seek(offset)
+        if not offset:
+            self._file.write(f"{COLUMNS}\n".encode())
+        self._file.flush()
+        self.total: dict[str, int] = {"up": 0, "down": 0}
+        for _, _, direction, size in _rows(self.path):
+            self.total[direction] += size
+
+    def add(
+        self, stage: str, round: int, client: int, direction: Direction, what: str, size: int, status: str = "ok"
+    ) -> None:
+        """Count a message of `size` bytes; `status` is "ok", or the reason why it was refused."""
+        self.total[direction] += size
+        self._file.write(f"{stage},{round},{client},{direction},{what},{size},{status}\n".encode())
+
+    @property
+    def offset(self) -> int:
+        """The length of the file, with all that was added."""
+        self._file.flush()
+        return self._file.tell()
+
+    def sync(self) -> None:
+        """Bring everything to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Write what is buffered and close the file."""
+        self._file.close()
+
+
+def totals(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The bytes up and down of each stage, int64 arrays over its rounds from 0; a last line that was cut is left out."""
+    sums: dict[str, dict[str, dict[int, int]]] = {}
+    for stage, round, direction, size in _rows(Path(path)):
+        by_round = sums.setdefault(stage, {"up": {}, "down": {}})[direction]
+        by_round[round] = by_round.get(round, 0) + size
+    result = {}
+    for stage, both in sums.items():
+        rounds = 1 + max(max(by_round, default=0) for by_round in both.values())
+        up, down = (np.array([both[way].get(number, 0) for number in range(rounds)], dtype=np.int64) for way in both)
+        result[stage] = (up, down)
+    return result
+
+
+def _rows(path: Path) -> Iterator[tuple[str, int, Direction, int]]:
+    with open(path, encoding="utf-8") as file:
+        next(file, None)
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            stage, round, _, direction, _, size, _ = line.split(",", 6)
+            yield stage, int(round), "up" if direction == "up" else "down", int(size)

@@ -1,0 +1,210 @@
+"""The executors agree with each other, and the sequential one with torch's own optimizer on plain modules."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedsieve.config import Correction, Data, Local, Model, Optimizer
+from fedsieve.data.store import ImageStore
+from fedsieve.data.transforms import HALF, make_transform
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor
+from fedsieve.federation.stack import Stack
+from fedsieve.federation.work import local_work
+from fedsieve.model.build import build_classifier
+from fedsieve.model.space import ParamSpace
+from fedsieve.train.feed import Feed
+
+VIT = {"patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}
+SIZES = [7, 3, 11, 4]  # images of each client: uneven, and one with fewer than a batch
+
+
+class Double(nn.Module):
+    """A network in float64 that takes float32 images."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net.double()
+
+    def forward(self, images):
+        return self.net(images.double())
+
+
+def make_task(optimizer=None, correction="none", transform="crop_flip", double=True, backbone=None, size=16) -> Task:
+    rng = np.random.default_rng(0)
+    count = sum(SIZES)
+    images = torch.from_numpy(rng.integers(0, 256, (count, 3, 12, 12), dtype=np.uint8))
+    labels = torch.from_numpy(rng.integers(0, 5, count))
+    config = Data(source="digits", size=size, transform=transform)
+    feed = Feed(ImageStore(images, torch.device("cpu")), make_transform(config, *HALF), np.arange(count), labels)
+    name, options = backbone or ("vit_tiny_patch16_224", VIT)
+    net = build_classifier(Model(backbone=name, weights="none", options=options), classes=5, size=size, seed=0)
+    model = Double(net) if double else net
+    space = ParamSpace.of(model)
+    theta = space.bind(model)
+    optimizer = optimizer or Optimizer(lr=0.1, weight_decay=0.01)
+    return Task(model, space, theta, feed, optimizer, Correction(kind=correction, mu=0.3), nullcontext)
+
+
+def make_works(task: Task, local: Local, batch: int = 4, round: int = 0):
+    bounds = np.cumsum([0, *SIZES])
+    return [
+        local_work(client, np.arange(*bounds[client : client + 2]), local, batch, task.feed, 1, "stage", round)
+        for client in range(len(SIZES))
+    ]
+
+
+def run(task: Task, kind: str, support, cohort: Cohort, clients: int = 4):
+    executor = Sequential(task, support) if kind == "sequential" else Stacked(task, support, clients, 4)
+    results = list(executor.train(cohort, 0.1))
+    moved = torch.cat([result.moved for result in results])
+    sums = torch.cat([result.sums for result in results])
+    gradients = [result.gradients for result in results if result.gradients is not None]
+    return moved, sums, torch.cat(gradients) if gradients else None
+
+
+def some(space: ParamSpace, share: float) -> torch.Tensor:
+    drawn = torch.from_numpy(np.random.default_rng(5).random(space.size)) < share
+    return drawn.nonzero().squeeze(1)
+
+
+CASES = {
+    "sgd": {},
+    "nesterov": {"optimizer": Optimizer(lr=0.1, nesterov=True)},
+    "adamw": {"optimizer": Optimizer(kind="adamw", lr=0.1, weight_decay=0.1)},
+    "clipped": {"optimizer": Optimizer(lr=0.1, clip_norm=0.1)},
+    "rescaled": {"optimizer": Optimizer(lr=0.1, rescale=5.0, clip_norm=1.0)},
+    "fedprox": {"correction": "fedprox"},
+    "scaffold": {"correction": "scaffold"},
+    "fedntd": {"correction": "fedntd"},
+}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_executors_agree(case, held, share):
+    """Uneven clients, several epochs, masks of single clients, and cohorts larger than what is stacked at a time."""
+    found = {}
+    for kind, clients in (("sequential", 1), ("stacked", 4), ("stacked", 3)):
+        task = make_task(**CASES[case])
+        support = None if share == 1 else some(task.space, share)
+        start = task.theta.detach().clone() if support is None else task.theta.detach()[support]
+        cohort = Cohort(make_works(task, Local(epochs=2)), start)
+        if held:
+            cohort.holds = torch.from_numpy(np.random.default_rng(1).random((4, len(start))) < 0.5)
+            cohort.start = start + 0.01 * torch.from_numpy(np.random.default_rng(2).normal(size=(4, len(start))))
+        if case == "scaffold":
+            cohort.control = 0.1 * torch.from_numpy(np.random.default_rng(3).normal(size=(4, len(start))))
+        found[kind, clients] = run(task, kind, support, cohort, clients)
+        if held:
+            assert (found[kind, clients][0][~cohort.holds] == 0).all()
+    reference = found.pop(("sequential", 1))
+    assert reference[0].norm(dim=1).min() > 0
+    for moved, sums, gradients in found.values():
+        assert (moved - reference[0]).norm() / reference[0].norm() < 1e-10
+        torch.testing.assert_close(sums, reference[1])
+        if gradients is not None:
+            torch.testing.assert_close(gradients, reference[2])
+
+
+@pytest.mark.parametrize("local", [Local(steps=1), Local(steps=5), Local(epochs=3)])
+def test_a_client_trains_as_torch_would(local):
+    task = make_task(double=False)
+    works = make_works(task, local)
+    start = task.theta.detach().clone()
+    moved, sums, _ = run(task, "sequential", None, Cohort(works, start))
+    for client, work in enumerate(works):
+        reference = make_task(double=False)
+        optimizer = torch.optim.SGD(reference.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        loss_sum = count = 0.0
+        for rows, draws in zip(work.examples, work.draws, strict=True):
+            there = rows >= 0
+            images = reference.feed.store.images[torch.from_numpy(rows[there])]
+            inputs = reference.feed.transform.train(images, torch.from_numpy(draws[there]))
+            loss = F.cross_entropy(reference.model(inputs), reference.feed.labels[torch.from_numpy(rows[there])])
+            for parameter in reference.model.parameters():
+                parameter.grad.zero_()
+            loss.backward()
+            optimizer.step()
+            loss_sum, count = loss_sum + loss.item() * there.sum(), count + there.sum()
+        torch.testing.assert_close(moved[client], reference.space.read(reference.model) - start, rtol=1e-4, atol=1e-6)
+        assert sums[client, 0].item() == pytest.approx(loss_sum, rel=1e-5)
+        assert sums[client, 2].item() == count
+
+
+def test_the_model_is_as_before_after_a_cohort():
+    task = make_task()
+    before = task.theta.detach().clone()
+    run(task, "sequential", None, Cohort(make_works(task, Local(epochs=1)), before + 0.1))
+    assert torch.equal(task.theta.detach(), before)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("backbone", ["vit_tiny_patch16_224", "resnet18", "deit3_small_patch16_224"])
+def test_a_stack_equals_its_networks_one_by_one(backbone, share):
+    """Outputs and gradients, for plain transformers, tokens, layer scales, convolutions and BatchNorm."""
+    options = {} if backbone == "resnet18" else VIT
+    net = build_classifier(Model(backbone=backbone, weights="none", options=options), 5, 32, 0).double()
+    net.requires_grad_(False)
+    space = ParamSpace.of(net)
+    support = None if share == 1 else some(space, share)
+    base = space.read(net)
+    k = space.size if support is None else len(support)
+    generator = torch.Generator().manual_seed(0)
+    values = (base if support is None else base[support]) + 0.02 * torch.randn(3, k, generator=generator).double()
+    stack = Stack(net, space, support, 3)
+    images = torch.randn(6, 3, 32, 32, generator=generator).double()
+    stack.check(images[:2])
+    stack.load(values)
+    together = stack(images)
+    gradients = stack.gather(stack.gradients(together.square().sum()), values)
+    for client in range(3):
+        theta = base.clone()
+        theta[... if support is None else support] = values[client]
+        theta.requires_grad_()
+        alone = torch.func.functional_call(net, space.unflatten(theta), (images[2 * client : 2 * client + 2],))
+        (gradient,) = torch.autograd.grad(alone.square().sum(), theta)
+        torch.testing.assert_close(together[2 * client : 2 * client + 2], alone)
+        torch.testing.assert_close(gradients[client], gradient if support is None else gradient[support])
+
+
+def test_a_network_that_cannot_be_stacked_trains_one_client_after_another():
+    said = []
+    task = make_task(backbone=("convnext_atto", {"depths": [1, 1, 1, 1], "dims": [4, 4, 4, 4]}), size=32)
+    executor = make_executor("stacked", task, None, 4, 4, said.append)
+    assert isinstance(executor, Sequential)
+    assert "cannot be stacked" in said[0]
+    moved = [
+        result.moved
+        for result in executor.train(Cohort(make_works(task, Local(steps=1)), task.theta.detach().clone()), 0.1)
+    ]
+    assert len(moved) == 4 and all(part.norm() > 0 for part in moved)
+
+
+def test_a_layer_that_looks_linear_but_is_not_is_found_out():
+    class Odd(nn.Linear):
+        def forward(self, inputs):
+            return F.linear(inputs, self.weight.abs(), self.bias)
+
+    net = nn.Sequential(nn.Flatten(), Odd(12, 3))
+    stack = Stack(net.requires_grad_(False), ParamSpace.of(net), None, 2)
+    with pytest.raises(FedsieveError, match="off by"):
+        stack.check(torch.randn(2, 12))
+
+
+def test_steps_take_batches_from_as_many_epochs_as_they_need():
+    task = make_task()
+    work = local_work(0, np.arange(7), Local(steps=5), 4, task.feed, 1, "stage", 0)
+    assert work.examples.shape == (5, 4)
+    assert sorted(work.examples[:2][work.examples[:2] >= 0]) == list(range(7))  # an epoch is two steps, 4 and 3 images
+    assert sorted(work.examples[2:4][work.examples[2:4] >= 0]) == list(range(7))
+    again = local_work(0, np.arange(7), Local(steps=2), 4, task.feed, 1, "stage", 0)
+    assert (again.examples == work.examples[:2]).all()
+    other = local_work(0, np.arange(7), Local(steps=2), 4, task.feed, 1, "stage", 1)
+    assert (again.examples != other.examples).any()
+    assert local_work(0, np.arange(7), Local(epochs=4), 4, task.feed, 1, "s", 0, share=0.25).steps == 2

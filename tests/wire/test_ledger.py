@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+
+from fedsieve.errors import FedsieveError
+from fedsieve.wire.ledger import COLUMNS, Ledger, totals
+
+
+def fill(ledger: Ledger, rounds: range) -> None:
+    for round in rounds:
+        for client in range(3):
+            ledger.add("backbone", round, client, "down", "model", 100)
+            ledger.add("backbone", round, client, "up", "update", 10 + round, "ok" if client else "checksum")
+
+
+def test_a_ledger_reopened_at_an_offset_is_the_one_written_in_one_go(tmp_path):
+    whole = Ledger(tmp_path / "run" / "whole.csv")
+    fill(whole, range(4))
+    broken = Ledger(tmp_path / "broken.csv")
+    fill(broken, range(2))
+    offset = broken.offset
+    fill(broken, range(2, 3))
+    broken.close()
+    with open(broken.path, "ab") as file:
+        file.write(b"backbone,3,0,do")
+    again = Ledger(broken.path, offset)
+    assert again.total == {"up": 3 * (10 + 11), "down": 600} and again.offset == offset
+    fill(again, range(2, 4))
+    assert again.total == whole.total
+    whole.sync()
+    again.sync()
+    assert again.path.read_bytes() == whole.path.read_bytes()
+    assert whole.path.read_text().splitlines()[:2] == [COLUMNS, "backbone,0,0,down,model,100,ok"]
+
+
+def test_totals_are_by_stage_and_round_and_leave_out_a_cut_line(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.csv")
+    ledger.add("head", 0, 0, "up", "head", 7)
+    fill(ledger, range(1, 3))
+    ledger.add("backbone", 2, 0, "up", "update", 10**12)
+    ledger.close()
+    ledger.path.write_bytes(ledger.path.read_bytes()[:-1])
+    sums = totals(ledger.path)
+    assert list(sums) == ["head", "backbone"]
+    for (up, down), expected in zip(sums.values(), (([7], [0]), ([0, 33, 36], [0, 300, 300])), strict=True):
+        assert up.dtype == down.dtype == np.int64 and (up.tolist(), down.tolist()) == expected
+
+
+def test_opening_without_an_offset_starts_anew_and_beyond_the_end_is_refused(tmp_path):
+    path = tmp_path / "ledger.csv"
+    fill(Ledger(path), range(2))
+    ledger = Ledger(path)
+    assert ledger.total == {"up": 0, "down": 0} and ledger.offset == len(COLUMNS) + 1 and totals(path) == {}
+    with pytest.raises(FedsieveError, match="1,000 bytes were written and"):
+        Ledger(path, 1000)
