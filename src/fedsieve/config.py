@@ -339,11 +339,21 @@ class Device(Strict):
 class Personal(Strict):
     """Models of single clients, made from the global one at the end, each tested as its client sees the world."""
 
-    methods: Annotated[list[PersonalMethod], Field(min_length=1)] = ["local"]
-    clients: Positive | None = Field(None, description="how many; default: all")
+    methods: Annotated[list[PersonalMethod], Field(min_length=1)] = Field(
+        ["local"],
+        description="local: train what the last stage trained, under its mask; head; norms; mask: under a mask of the "
+        "client's own; blend: the client's last weights mixed in, without training",
+    )
+    clients: Positive | None = Field(None, description="how many, drawn by the seed; default: all")
     local: Local = Local()
     batch_size: Positive = 50
     optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Personal":
+        if len(set(self.methods)) != len(self.methods):
+            raise ValueError("methods: one is named twice")
+        return self
 
 
 class Federation(Strict):
@@ -362,7 +372,10 @@ class Federation(Strict):
     failures: Failures = Failures()
     devices: list[Device] = Field([], description="uneven devices; default: all alike")
     held_out: Fraction = Field(0.0, description="clients that never train, for testing on strangers")
-    evaluate_every: Positive = Field(1, description="rounds from one evaluation on the server to the next")
+    evaluate_every: Positive = Field(1, description="rounds from one evaluation to the next")
+    client_validation: Fraction = Field(
+        0.0, description="of each client's images: never trained on, the next round's clients measure the model on them"
+    )
     blend: bool = Field(False, description="Fisher blending: clients mix what they receive with their own last weights")
     personal: Personal | None = None
 
@@ -444,7 +457,8 @@ class Experiment(Strict):
             if names.count(name) > 1:
                 raise ValueError(f'stages: two are named "{name}"; every stage needs its own name')
         for stage in self.stages:
-            if stage.early_stopping and self.data.val_fraction == 0:
+            held = self.data.val_fraction or (self.federation and self.federation.client_validation)
+            if stage.early_stopping and not held:
                 raise ValueError(
                     f"stages.{stage.name}.early_stopping needs validation data, but data.val_fraction is 0. "
                     "Set a fraction or drop early_stopping"
@@ -505,14 +519,24 @@ class Experiment(Strict):
         own = any(sieve.scope == "client" for sieve in sieves)
         if any(device.density < 1 for device in federation.devices) and (own or not sieves):
             raise ValueError("federation.devices: a density below 1 is a part of a shared mask, and there is none")
-        if federation.correction.kind == "scaffold" and own:
-            raise ValueError(
-                "federation.correction: scaffold goes with a shared mask: control variates must be of the same weights"
-            )
+        uneven = any(device.density < 1 for device in federation.devices)
+        if federation.correction.kind == "scaffold" and (own or uneven or any(sieve.refresh for sieve in sieves)):
+            raise ValueError("federation.correction: scaffold goes with one mask, the same for all clients and rounds")
         if federation.blend and (own or any(sieve.refresh for sieve in sieves)):
             raise ValueError("federation.blend goes with one shared mask for the whole stage")
         if self.message.error_feedback and any(sieve.refresh for sieve in sieves):
             raise ValueError("message.error_feedback goes with one mask for the whole stage, but mask.refresh is given")
+        methods = federation.personal.methods if federation.personal else []
+        if "mask" in methods and not sieves:
+            raise ValueError(
+                "federation.personal.methods: mask makes each client a mask by a stage's settings, and no stage has any. "
+                "Give a mask, or drop the method"
+            )
+        if "blend" in methods and not (federation.blend and self.stages[-1].method == "sgd"):
+            raise ValueError(
+                "federation.personal.methods: blend mixes in weights that clients keep from the last stage's rounds: it "
+                "needs federation.blend: true and a last stage that is not solved by ridge"
+            )
         for sieve in sieves:
             if sieve.refresh and sieve.scope == "client":
                 raise ValueError("mask.refresh goes with a shared or public mask")

@@ -9,6 +9,7 @@ from fedsieve.bench.loop import loop
 from fedsieve.bench.mask import mask
 from fedsieve.bench.optimizer import optimizer
 from fedsieve.bench.result import Result
+from fedsieve.bench.rounds import overhead, rounds
 from fedsieve.bench.sparse import sparse
 
 BENCHMARKS: dict[str, tuple[str, Callable[[torch.device, bool], Result]]] = {
@@ -16,5 +17,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[torch.device, bool], Result]]] = {
     "sparse": ("step time and memory with masks of each granularity against dense", sparse),
     "optimizer": ("the optimizer step at several densities against torch's fused dense one", optimizer),
     "mask": ("seconds of Fisher scores, per sample and per batch, and of calibration", mask),
+    "round": ("images a second of whole federated rounds against the plain loop", rounds),
+    "overhead": ("what a one-step round costs beyond its local steps", overhead),
     "data": ("seconds to decode 60,000 images, and to load them from the cache", data),
 }

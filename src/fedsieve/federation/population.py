@@ -1,6 +1,7 @@
 """Who takes part: the clients, what their devices can do, which are chosen, and what goes wrong."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -22,6 +23,25 @@ class Population:
 
     def __len__(self) -> int:
         return len(self.shards)
+
+    def examples(self, client: int) -> np.ndarray:
+        """The images that a client trains on."""
+        return self.shards.client(client)[self.held[client] :]
+
+    def validation(self, client: int) -> np.ndarray:
+        """The images that a client never trains on: the first of a shard, whose order is random."""
+        return self.shards.client(client)[: self.held[client]]
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """How many images each client keeps for validation, (K,): one at least, where one is left to train on."""
+        share, sizes = self.settings.client_validation, self.shards.sizes
+        return np.clip(np.rint(share * sizes).astype(np.int64), int(share > 0), sizes - 1)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many images each client trains on, (K,)."""
+        return self.shards.sizes - self.held
 
     @property
     def trainers(self) -> int:

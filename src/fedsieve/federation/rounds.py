@@ -54,6 +54,7 @@ class ServerState:
     blending: bool = False  # whether clients know their shares in a blend
     generation: int = 0  # masks made so far
     known: dict[str, int] = field(default_factory=dict)  # the newest mask that each client has
+    given: list[int] = field(default_factory=list)  # clients whose own mask the server has
     refused: dict[str, int] = field(default_factory=dict)  # replies that did not count, by reason
     drift: float | None = None  # of the last round
     best_at: int | None = None
@@ -165,7 +166,10 @@ class Federated:
             record = self._round()
             state.round += 1
             last = state.round == self.length
+            asked: list[int] = []
             if last or state.round % self.settings.evaluate_every == 0:
+                if self.settings.client_validation:
+                    asked = self._ask(record)
                 self._show(state.theta)
                 record |= self.validate()
             record["seconds"] = time.perf_counter() - clock
@@ -173,6 +177,7 @@ class Federated:
             self._check(record)
             self._choose(record, last)
             if state.done:
+                self._count_download(asked, record)
                 self._show(state.theta if state.best is None else state.best)
             yield Tick(state.round, self.length, record)
 
@@ -262,15 +267,55 @@ class Federated:
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:
         """Keep the weights of the best round so far, and see whether the stage is over."""
-        state, validated = self.state, "val_accuracy" in record
-        if validated and (state.best is None or record["val_accuracy"] > state.chosen["val_accuracy"]):
+        state = self.state
+        by = "val_accuracy" if len(self.context.validation) else "client_val_accuracy"
+        if by in record and (state.best is None or record[by] > state.chosen[by]):
             state.best, state.best_at = state.theta.clone(), state.round
-            state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}
+            state.chosen = {key: value for key, value in record.items() if key.startswith(("val_", "client_val_"))}
         patience = self.stage.early_stopping
         waited = state.round - (state.best_at or 0)
         state.done = last or (patience is not None and state.best_at is not None and waited >= patience)
         if state.done and state.best is None:
             state.best_at = state.round
+
+    # --- evaluation on clients ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _ask(self, record: dict[str, Any]) -> list[int]:
+        """Have the next round's clients measure the new weights, as they receive them, on images they never train on.
+
+        They have not trained the model in this round, which would flatter it. Gives those who answered.
+        """
+        population, name, number = self.population, self.stage.name, self.state.round
+        clients = [
+            client
+            for client in population.cohort(name, number).tolist()
+            if population.held[client] and population.fate(name, number, client) == "ok"
+        ]
+        if not clients:
+            return []
+        self._broadcast([])
+        held = self.feed.take(np.concatenate([population.validation(client) for client in clients]))
+        logits = predict(self.task.model, held, self.context.autocast)
+        losses = F.cross_entropy(logits.double(), held.labels, reduction="none")
+        both = torch.stack([losses, (logits.argmax(1) == held.labels).double()], 1).cpu()
+        total, count = torch.zeros(2, dtype=torch.float64), 0
+        coding = Coding("fp64")
+        for client, part in zip(clients, both.split(population.held[clients].tolist()), strict=True):
+            message = encode(part.sum(0), coding, METRICS, round=number, client=client, n=len(part))
+            self.context.ledger.add(name, number - 1, client, "up", "metrics", len(message))
+            record["bytes_up"] += len(message)
+            reply = decode(message, coding, METRICS, round=number, client=client)
+            total, count = total + reply.values, count + reply.n
+        loss, correct = (total / count).tolist()
+        record |= {"client_val_accuracy": correct, "client_val_loss": loss}
+        return clients
+
+    def _count_download(self, clients: list[int], record: dict[str, Any]) -> None:
+        """Count the weights that clients got only to measure them, since no round follows."""
+        size = self.down.size(self._k)
+        for client in clients:
+            self.context.ledger.add(self.stage.name, self.state.round - 1, client, "down", "model", size)
 
     # --- masks -------------------------------------------------------------------------------------------------------
 
@@ -643,10 +688,8 @@ class Federated:
             rows = torch.tensor([clients.index(client) for client in members], device=self.device)
             values = moved[rows] if places is None else moved[rows][:, places]
             ns = [int(sizes[client]) for client in members]
-            enclose = self.own_masks and f"{members[0]}" not in self._enclosed
+            enclose = self.own_masks and members[0] not in self.state.given
             messages = self._sent(members, values, over, ns, "update", enclose)
-            if self.own_masks:
-                self._enclosed.add(f"{members[0]}")
             received = self._received(members, messages, over, fates, refused, enclose)
             for client, row, reply in zip(members, rows.tolist(), received, strict=True):
                 if self.message.error_feedback:
@@ -658,6 +701,8 @@ class Federated:
                             rest[places] -= reply
                     self.context.store.put(client, self.state.round, **{residual: rest})
                 if reply is not None and fates[client] == "ok":
+                    if enclose:
+                        self.state.given.append(client)
                     found[client] = reply
                     weight = float(sizes[client]) if self.settings.weighting == "examples" else 1.0
                     tally.count(reply, weight, places)
@@ -670,11 +715,6 @@ class Federated:
             if grown is not None and grown != self.moved:
                 self.state.moved = torch.from_numpy(grown.bits.copy())
                 self._set_moved(grown)
-
-    @property
-    def _enclosed(self) -> set[str]:
-        """Clients whose own mask the server has."""
-        return self.__dict__.setdefault("_own_masks_sent", set(self.state.known))
 
     def _groups(self, clients: list[int]) -> Iterator[tuple[list[int], Mask | ParamSpace, Tensor | None]]:
         """Clients that train the same weights: the mask of these, and their places among the k trained ones."""

@@ -29,6 +29,17 @@ class Classifier(nn.Module):
         return self.head(self.backbone(images))
 
 
+class OnFeatures(nn.Module):
+    """The head of a classifier, under the names it has there."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(features)
+
+
 def check_backbone(config: Model) -> None:
     """Refuse a backbone timm does not know, or one that the hub has no weights for."""
     import timm

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,6 +56,12 @@ class Feed:
         """Inputs and labels of the given examples."""
         *raw, labels = self.fetch(examples, draws)
         return self.inputs(*raw), labels
+
+    def take(self, examples: np.ndarray) -> "Feed":
+        """Only these examples, in this order."""
+        index = to_rows(examples).to(self.labels.device)
+        features = None if self.features is None else self.features[index]
+        return replace(self, rows=self.rows[examples], labels=self.labels[index], features=features)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Every example once, in order, as in evaluation."""

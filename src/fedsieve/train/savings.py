@@ -47,32 +47,43 @@ def spare_frozen(model: nn.Module, mask: Mask) -> Callable[[], None]:
 
 def _spare_rows(module: nn.Linear, rows: Tensor) -> None:
     def forward(inputs: Tensor) -> Tensor:
-        operands: list[Tensor | None] = [inputs, module.weight, module.bias]
+        weight, bias = module.weight, module.bias
+        kind = inputs.dtype
         if torch.is_autocast_enabled(inputs.device.type):
             # Autocast does not look inside a custom function.
             kind = torch.get_autocast_dtype(inputs.device.type)
-            operands = [None if operand is None else operand.to(kind) for operand in operands]
-        return _RowLinear.apply(*operands, rows)
+        # The parameter goes in as it is, so that its gradient can be added to where it lies.
+        return _RowLinear.apply(inputs.to(kind), weight, None if bias is None else bias.to(kind), rows, kind)
 
     module.forward = forward  # type: ignore[assignment, method-assign]
 
 
 class _RowLinear(torch.autograd.Function):
-    """A linear layer whose weight gradient is computed for some rows, and zero for the others."""
+    """A linear layer whose weight gradient is computed for some rows, and added to them in `weight.grad`."""
 
     @staticmethod
-    def forward(ctx, inputs, weight, bias, rows):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(inputs, weight, rows)
-        return F.linear(inputs, weight, bias)
+    def forward(ctx, inputs, weight, bias, rows, kind):  # type: ignore[no-untyped-def]
+        cast = weight.to(kind)
+        ctx.save_for_backward(inputs, cast, rows)
+        ctx.parameter = weight
+        return F.linear(inputs, cast, bias)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        inputs, weight, rows = ctx.saved_tensors
-        to_inputs = gradient @ weight if ctx.needs_input_grad[0] else None
-        flat = gradient.reshape(-1, weight.shape[0])
-        to_weight = None
+        inputs, cast, rows = ctx.saved_tensors
+        to_inputs = gradient @ cast if ctx.needs_input_grad[0] else None
+        flat = gradient.reshape(-1, cast.shape[0])
         if ctx.needs_input_grad[1]:
-            to_weight = torch.zeros_like(weight)
-            to_weight[rows] = flat[:, rows].T @ inputs.reshape(-1, weight.shape[1])
+            part = _tall_product(flat.index_select(1, rows), inputs.reshape(-1, cast.shape[1]))
+            ctx.parameter.grad.index_add_(0, rows, part.to(ctx.parameter.grad.dtype))
         to_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        return to_inputs, to_weight, to_bias, None
+        return to_inputs, None, to_bias, None, None
+
+
+def _tall_product(a: Tensor, b: Tensor) -> Tensor:
+    """a.T @ b of two tall matrices, in pieces added up: one product of so few rows would leave most of a GPU idle."""
+    pieces = next((count for count in (16, 8, 4, 2) if len(a) % count == 0 and len(a) >= 512 * count), 1)
+    if pieces == 1 or not a.is_cuda:
+        return a.T @ b
+    products = a.view(pieces, -1, a.shape[1]).mT @ b.view(pieces, -1, b.shape[1])
+    return products.sum(0, dtype=torch.float32)

@@ -132,7 +132,7 @@ def encode_many(
         values = values[chosen].view(len(values), -1)
         positions = [pack(row, [k]) for row in chosen.cpu().numpy()]
     words = None if keys is None else torch.tensor(np.array(keys, dtype=np.uint64).view(np.int64), device=values.device)
-    payload = _to_host(quantise(values, coding, words)).numpy()
+    payload = quantise(values, coding, words).cpu().numpy()
     sections = {one: _section(one, coding, enclose, within) for one in set(overs)}
     return [
         _seal(coding, round, client, n, one, sections[one], place, row.data)
@@ -317,7 +317,9 @@ def _open(message: bytes, coding: Coding, over: Mask | ParamSpace, enclosed: boo
 def _values(batch: list[_Opened], coding: Coding, k: int, device: torch.device | str) -> Tensor:
     """The values (messages, k) of sound frames."""
     kept = coding.kept(k)
-    payload = _empty(len(batch), coding.size(kept), device)
+    # A GPU copies pinned memory four times as fast.
+    pinned = torch.device(device).type == "cuda"
+    payload = torch.empty(len(batch), coding.size(kept), dtype=torch.uint8, pin_memory=pinned)
     for row, opened in zip(payload.numpy(), batch, strict=True):
         row[:] = np.frombuffer(opened.payload, dtype=np.uint8)
     sent = dequantise(payload.to(device), kept, coding)
@@ -327,15 +329,6 @@ def _values(batch: list[_Opened], coding: Coding, k: int, device: torch.device |
     values = torch.zeros(len(batch), k, dtype=sent.dtype, device=sent.device)
     values[torch.from_numpy(np.stack(chosen)).to(sent.device)] = sent.flatten()
     return values
-
-
-def _to_host(payload: Tensor) -> Tensor:
-    return payload if payload.device.type == "cpu" else _empty(*payload.shape, payload.device).copy_(payload)
-
-
-def _empty(rows: int, size: int, device: torch.device | str) -> Tensor:
-    """Bytes on the host to exchange with a device: in pinned memory for a GPU, which copies it four times as fast."""
-    return torch.empty(rows, size, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
 
 
 def _count(over: Mask | ParamSpace) -> int:
