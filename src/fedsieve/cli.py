@@ -124,7 +124,8 @@ def _free_folder(name: str) -> Path:
 def _show_summary(summary: dict[str, Any], folder: Path) -> None:
     table = Table(title=f"{summary['name']}, seed {summary['seed']}, {summary['device']}", title_justify="left")
     table.add_column("stage")
-    for column in ("weights", "active", "chosen epoch", "validation", "test", "seconds"):
+    unit = "round" if "rounds" in summary else "epoch"
+    for column in ("weights", "active", f"chosen {unit}", "validation", "test", "seconds"):
         table.add_column(column, justify="right")
     for name, stage in summary["stages"].items():
         table.add_row(
@@ -132,7 +133,7 @@ def _show_summary(summary: dict[str, Any], folder: Path) -> None:
             f"{stage['trained']:,}",
             f"{stage.get('active', stage['trained']):,}",
             f"{stage['best_at']} of {stage['epochs']}",
-            _percent(stage["val_accuracy"]),
+            _percent(stage.get("client_val_accuracy") if stage["val_accuracy"] is None else stage["val_accuracy"]),
             _percent(stage["test_accuracy"]),
             f"{stage['seconds']:.1f}",
         )
@@ -142,7 +143,27 @@ def _show_summary(summary: dict[str, Any], folder: Path) -> None:
         f"{summary['seconds']:.0f} s in all",
         highlight=False,
     )
+    if "bytes_up" in summary:
+        _show_federation(summary, folder)
     console.print(f"page: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _show_federation(summary: dict[str, Any], folder: Path) -> None:
+    from fedsieve.report.folder import read_run
+    from fedsieve.report.html import size
+    from fedsieve.report.traffic import of_dense, read_traffic
+
+    share = of_dense(read_traffic(read_run(folder)))
+    beside = "" if share is None else f", {_percent(share)} of dense fp32 FedAvg"
+    up, down = size(summary["bytes_up"]), size(summary["bytes_down"])
+    lines = [f"{summary['rounds']:,} rounds, {up} up, {down} down{beside}"]
+    served = summary["client_accuracy"]
+    lines += [f"clients' accuracy {_percent(served.get('mean'))}, worst decile {_percent(served.get('worst_decile'))}"]
+    if summary["drift"] is not None:
+        lines[-1] += f", last drift {summary['drift']:.3g}"
+    if summary["refused"]:
+        lines += ["refused: " + ", ".join(f"{count} {reason}" for reason, count in summary["refused"].items())]
+    console.print("\n".join(lines), highlight=False)
 
 
 def _percent(fraction: float | None) -> str:

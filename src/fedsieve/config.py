@@ -258,6 +258,12 @@ class Stage(Strict):
         """What trains, always as a list."""
         return self.train if isinstance(self.train, list) else [self.train]
 
+    @property
+    def length(self) -> int:
+        """How many epochs, or rounds in a federation, it has unless it stops early."""
+        per_round = self.local.steps or self.local.epochs or 1
+        return self.epochs or self.rounds or max(1, round((self.budget or 1) / per_round))
+
     @model_validator(mode="after")
     def _check(self) -> "Stage":
         if self.epochs is not None and self.warmup_epochs > self.epochs:

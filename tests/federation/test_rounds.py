@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.federation.conftest import SPARSE
 
 from fedsieve import resume, run
 from fedsieve.errors import FedsieveError
@@ -15,7 +16,6 @@ from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import prepare
 from fedsieve.train.sieve import squared_gradients
 from fedsieve.wire.ledger import totals
-from tests.federation.conftest import SPARSE
 
 
 def test_fedavg_equals_a_plain_one_written_out(federated, running):
@@ -142,7 +142,9 @@ def test_what_goes_wrong_is_recorded_and_the_round_goes_on(federated, running):
 
 
 def test_too_few_replies_change_nothing(federated, running):
-    found = running(federated("federation.minimum_replies=3", "federation.failures={crash: 0.6}", "stages.all.rounds=2"))
+    found = running(
+        federated("federation.minimum_replies=3", "federation.failures={crash: 0.6}", "stages.all.rounds=2")
+    )
     short = [record for record in found.records if record["replies"] < 3]
     assert short and all("too few replies" in record["refused"] or record["replies"] == 0 for record in short)
     if len(short) == 2:
@@ -205,7 +207,9 @@ def test_a_shared_mask_is_that_of_the_union(federated, running):
     def squares(rows, values):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "generator", lambda *_: Fixed(values))
-            return squared_gradients(sieve, setup.model, found.space, setup.train, everything, 0, rows, setup.autocast, 0)
+            return squared_gradients(
+                sieve, setup.model, found.space, setup.train, everything, 0, rows, setup.autocast, 0
+            )
 
     for rows, values in zip(parts, draws, strict=True):
         part, count = squares(rows, values)

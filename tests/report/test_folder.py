@@ -24,7 +24,7 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_middle_one_is_named(make_run)
     whole = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([whole[0], "{torn", "[1]", whole[1], '{"index": 3, "sta']))
     run = read_run(folder)
-    assert [row["index"] for row in run.epochs] == [1, 2]
+    assert [row["index"] for row in run.records] == [1, 2]
     assert [problem.split(" is ")[0] for problem in run.problems] == ["metrics.jsonl, line 2", "metrics.jsonl, line 3"]
 
 
@@ -32,9 +32,9 @@ def test_an_epoch_repeated_by_a_resumed_run_counts_once_as_last_written(make_run
     folder = make_run("run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"index": 4, "stage": "backbone", "train_loss": 9.0, "drift": 0.1}) + "\n")
-    epochs = read_run(folder).epochs
-    assert [row["index"] for row in epochs] == [1, 2, 3, 4]
-    assert epochs[-1]["train_loss"] == 9.0
+    records = read_run(folder).records
+    assert [row["index"] for row in records] == [1, 2, 3, 4]
+    assert records[-1]["train_loss"] == 9.0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"test_accuracy": "high"}', '{"stages": 3}', "\x00"])

@@ -91,7 +91,7 @@ def test_test_curves_are_labelled_and_fields_of_other_versions_do_no_harm(make_r
         row |= {"test_accuracy": 0.5, "test_loss": float("nan"), "round": row.pop("epoch"), "drift": 0.1, "lr": None}
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     text = write_report(folder).read_text()
-    assert "test, watched every epoch, never used to select" in text
+    assert "test, watched every round, never used to select" in text
     assert "nothing was held out, and nothing was selected" in text
     assert not (folder / "figures" / "learning-rate.svg").exists()
 

@@ -8,19 +8,22 @@ from fedsieve.config import Experiment, Stage
 from fedsieve.errors import FedsieveError
 from fedsieve.runner.tracking import TRACKERS, Tracker, make_trackers
 
-EXPERIMENT = Experiment(name="trial", stages=[Stage(name="head"), Stage(name="backbone")])
+EXPERIMENT = Experiment(name="trial", stages=[Stage(name="head", epochs=1), Stage(name="backbone", epochs=1)])
 RECORDS = [
     {"index": 1, "stage": "head", "epoch": 1, "loss": 0.5, "best": True, "note": "text", "none": None},
     {"index": 2, "stage": "head", "epoch": 2, "loss": 0.25},
-    {"index": 3, "stage": "backbone", "epoch": 1, "loss": 0.125, "seconds": 2},
+    {"index": 3, "stage": "backbone", "round": 1, "loss": 0.125, "seconds": 2, "refused": {"too few replies": 2}}
+    | {"drift_by_block": {"blocks.0": 0.5, "norm": None}},
 ]
 SUMMARY = {"accuracy": 0.75, "steps": 3, "finished": True, "model": "vit"}
 POINTS = {
     "head/epoch": [(1, 1), (2, 2)],
     "head/loss": [(1, 0.5), (2, 0.25)],
-    "backbone/epoch": [(3, 1)],
+    "backbone/round": [(3, 1)],
     "backbone/loss": [(3, 0.125)],
     "backbone/seconds": [(3, 2)],
+    "backbone/refused/too few replies": [(3, 2)],
+    "backbone/drift_by_block/blocks.0": [(3, 0.5)],
 }
 
 
@@ -159,7 +162,7 @@ def test_mlflow_begins_anew_on_another_server_with_the_whole_history(
     # More metrics and parameters than MLflow takes in one call.
     history = [{"index": index, "stage": "head", "epoch": index, "loss": 1.0} for index in range(1, 601)]
     tracker = TRACKERS["mlflow"]()
-    tracker.start(tmp_path, Experiment(stages=[Stage(name=f"s{i}") for i in range(20)]), history)
+    tracker.start(tmp_path, Experiment(stages=[Stage(name=f"s{i}", epochs=1) for i in range(20)]), history)
     tracker.finish(None)
     run = MlflowClient(uri).get_run((tmp_path / "mlflow" / "run_id").read_text())
     assert len(MlflowClient(uri).get_metric_history(run.info.run_id, "head/loss")) == 600

@@ -184,30 +184,32 @@ def overhead(device: torch.device, smoke: bool) -> Result:
             experiment, model, feed, "stacked" if cuda else "sequential", "graph" if cuda else "eager"
         ) as stage:
             going = stage.rounds()
-            inside: list[float] = []
             next(going)
-            executor = stage._running_executor()
-            train = executor.train
-
-            def timed(*arguments: Any) -> Iterator[Any]:
-                synchronize(device)
-                began = time.perf_counter()
-                results = list(train(*arguments))
-                synchronize(device)
-                inside.append(time.perf_counter() - began)
-                return iter(results)
-
-            executor.train = timed  # type: ignore[method-assign, assignment]
-            whole = []
-            for _ in range(3 if smoke else 20):
-                synchronize(device)
-                began = time.perf_counter()
+            repeats = 3 if smoke else 20
+            whole = [_seconds(lambda going=going: next(going), device, 1) for _ in range(repeats)]  # type: ignore[misc]
+            inside = _time_training(stage, device)  # apart, since waiting for it would slow the round down
+            for _ in range(repeats):
                 next(going)
-                synchronize(device)
-                whole.append(time.perf_counter() - began)
         took, local = 1e3 * statistics.median(whole), 1e3 * statistics.median(inside)
         result.rows.append((f"{pixels}", f"{took:.1f}", f"{local:.1f}", f"{took - local:.1f}"))
     return result
+
+
+def _time_training(stage: Federated, device: torch.device) -> list[float]:
+    """A list that grows by the seconds of every cohort's local training from here on."""
+    executor, times = stage._running_executor(), list[float]()
+    train = executor.train
+
+    def timed(*arguments: Any) -> Iterator[Any]:
+        synchronize(device)
+        began = time.perf_counter()
+        results = list(train(*arguments))
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+        return iter(results)
+
+    executor.train = timed  # type: ignore[method-assign, assignment]
+    return times
 
 
 def _precision(kind: str, device: torch.device) -> Any:

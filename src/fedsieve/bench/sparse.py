@@ -16,7 +16,7 @@ from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.environment import make_autocast
 from fedsieve.train.loop import make_optimizer
-from fedsieve.train.replay import Replay
+from fedsieve.train.replay import Replay, Speed, compiled
 from fedsieve.train.savings import spare_frozen
 
 SMALL = {"patch_size": 4, "embed_dim": 48, "depth": 12, "num_heads": 4}
@@ -58,14 +58,20 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         for granularity, sparsity in itertools.product(GRANULARITIES, SPARSITIES)
     }
     masks["frozen prefix, 9 of 12 blocks", "-"] = lambda _: _prefix(space, 9)
-    for (kind, sparsity), make in masks.items():
-        model, _ = fresh()
+    cases: list[tuple[str, str, Speed]] = [(*case, "graph") for case in masks]
+    if large:  # where elementwise kernels are fused, products are a larger part of a step
+        cases.append(("row", "0.9", "full"))
+    for kind, sparsity, speed in cases:
+        make, model = masks[kind, sparsity], fresh()[0]
         try:
             mask = make(model)
         except FedsieveError:
             result.rows.append((kind, sparsity, "no whole group fits", *["-"] * 5))
             continue
-        masked, state, memory = _step(model, space, mask, pixels, batch, steps)
+        if speed == "full":
+            kind = f"{kind}, both compiled"
+            dense, dense_state, _ = _step(fresh()[0], space, None, pixels, batch, steps, speed)
+        masked, state, memory = _step(model, space, mask, pixels, batch, steps, speed)
         taken = alternate({"dense": dense, "masked": masked}, device, repeats)
         result.rows.append(
             (
@@ -103,7 +109,7 @@ def _prefix(space: ParamSpace, blocks: int) -> Mask:
 
 
 def _step(
-    model: Classifier, space: ParamSpace, mask: Mask | None, pixels: int, batch: int, steps: int
+    model: Classifier, space: ParamSpace, mask: Mask | None, pixels: int, batch: int, steps: int, speed: Speed = "graph"
 ) -> tuple[Callable[[], None], Callable[[], int], int]:
     """A function that does `steps` training steps, one that gives the bytes of optimizer state, and a step's peak memory."""
     theta = space.bind(model)
@@ -115,10 +121,12 @@ def _step(
     images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(theta.device)
     labels = torch.randint(100, (batch,), generator=generator).to(theta.device)
 
+    network = compiled(model, speed)
+
     def differentiate(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         theta.grad.zero_()  # type: ignore[union-attr]
         with autocast():
-            logits = model(images)
+            logits = network(images)
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
         return loss.detach()

@@ -21,7 +21,7 @@ from fedsieve.federation.work import Work, side_by_side
 from fedsieve.model.space import ParamSpace
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
-from fedsieve.train.replay import Replay, Speed, compiled
+from fedsieve.train.replay import Replay, Speed
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,10 @@ class Stacked:
         with task.autocast():
             cast = kind if torch.is_autocast_enabled(task.theta.device.type) else None
         self.stack = Stack(
-            task.model, task.space, self.support, clients, cast, whole=task.optimizer.rescale is not None
+            task.model, task.space, self.support, clients, cast, task.optimizer.rescale is not None, task.speed
         )
         k = task.space.size if self.support is None else len(self.support)
         self.weights = task.theta.detach().new_zeros(clients, k)  # in place always: recorded steps read from here
-        self.forward = compiled(self.stack, task.speed)
         self.teacher = _teacher(task)
         self.gradient = Replay(self._differentiate, on=task.speed != "eager")
 
@@ -168,7 +167,7 @@ class Stacked:
             inputs = task.feed.inputs(images, *draws)
             distant = self.teacher(inputs) if self.teacher else None
         with task.autocast():
-            logits = self.forward(inputs)
+            logits = self.stack(inputs)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = _losses(logits, labels, distant, task.correction).view(clients, -1)
         counted = there.view(clients, -1)
@@ -198,7 +197,7 @@ class Stacked:
                 warnings.warn(
                     f"{self.clients} clients at once do not fit in memory: going on with {fewer}", stacklevel=2
                 )
-                del self.stack, self.forward, self.gradient, self.weights
+                del self.stack, self.gradient, self.weights
                 torch.cuda.empty_cache()
                 self._build(fewer)
                 continue

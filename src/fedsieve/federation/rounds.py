@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Sieve, Stage
@@ -29,7 +30,7 @@ from fedsieve.mask.selection import select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
-from fedsieve.train.loop import Tick
+from fedsieve.train.loop import Tick, predict
 from fedsieve.train.replay import Speed
 from fedsieve.train.schedule import learning_rate
 from fedsieve.train.sieve import calibrated, scorer, squared_gradients, taking_part
@@ -37,6 +38,7 @@ from fedsieve.wire.codec import Coding, MessageError, decode, decode_many, encod
 from fedsieve.wire.ledger import Ledger
 
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
+METRICS = ParamSpace(("metrics",), ((2,),))  # what clients send of their validation: loss and correct answers, summed
 
 
 @dataclass
@@ -144,12 +146,12 @@ class Federated:
         self.executor: Executor | None = None
         self.context_bytes: int | None = None
         self.tiers: dict[float, Mask] = {}
+        self.works: dict[int, dict[int, Work]] = {}  # drawn ahead, by round and client
 
     @property
     def length(self) -> int:
         """How many rounds the stage has."""
-        local = self.stage.local.steps or self.stage.local.epochs or 1
-        return self.stage.rounds or max(1, round((self.stage.budget or 1) / local))
+        return self.stage.length
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class Federated:
             record = self._round()
             state.round += 1
             last = state.round == self.length
-            asked: list[int] = []
+            asked: dict[int, int] = {}
             if last or state.round % self.settings.evaluate_every == 0:
                 if self.settings.client_validation:
                     asked = self._ask(record)
@@ -177,7 +179,9 @@ class Federated:
             self._check(record)
             self._choose(record, last)
             if state.done:
-                self._count_download(asked, record)
+                for client, size in asked.items():  # no round follows in which they would receive it anyway
+                    self.context.ledger.add(self.stage.name, state.round - 1, client, "down", "model", size)
+                    record["bytes_down"] += size
                 self._show(state.theta if state.best is None else state.best)
             yield Tick(state.round, self.length, record)
 
@@ -227,10 +231,12 @@ class Federated:
         self, clients: list[int], rate: float, fates: Mapping[int, str], refused: dict[int, str], tally: "_Tally"
     ) -> None:
         """Local training of all that were reached, and their replies."""
-        works = [self._work(client) for client in clients]
+        ahead = self.works.pop(self.state.round, {})
+        works = [ahead.get(client) or self._work(client, self.state.round) for client in clients]
         cohort = Cohort(works, self._start(clients), self._holds(clients), self._controls(clients))
         clock = time.perf_counter()
         for trained in self._running_executor().train(cohort, rate):
+            self._look_ahead()
             sums = trained.sums.sum(0).tolist()  # waits for the device
             tally.seconds += time.perf_counter() - clock
             tally.add(sums, self._spans, trained.moved)
@@ -256,7 +262,7 @@ class Federated:
 
     def _check(self, record: Mapping[str, Any]) -> None:
         numbers = [value for value in record.values() if isinstance(value, float)]
-        if not all(math.isfinite(value) for value in numbers) or not bool(self.state.theta.isfinite().all()):
+        if not all(math.isfinite(value) for value in numbers):
             name = self.stage.name
             raise FedsieveError(
                 f'stage "{name}" diverged in round {self.state.round}: the loss is not finite. Lower '
@@ -280,42 +286,37 @@ class Federated:
 
     # --- evaluation on clients ---------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _ask(self, record: dict[str, Any]) -> list[int]:
+    def _ask(self, record: dict[str, Any]) -> dict[int, int]:
         """Have the next round's clients measure the new weights, as they receive them, on images they never train on.
 
-        They have not trained the model in this round, which would flatter it. Gives those who answered.
+        This round's clients would flatter the model that they have just trained. Gives the bytes each of them received.
         """
+        self._check(record)  # what diverged cannot be sent
         population, name, number = self.population, self.stage.name, self.state.round
-        clients = [
-            client
-            for client in population.cohort(name, number).tolist()
-            if population.held[client] and population.fate(name, number, client) == "ok"
-        ]
+        fates = {client: population.fate(name, number, client) for client in population.cohort(name, number).tolist()}
+        lost = ("unavailable", "crash")
+        clients = [client for client, fate in fates.items() if population.held[client] and fate not in lost]
         if not clients:
-            return []
-        self._broadcast([])
+            return {}
+        size = self._broadcast([])
         held = self.feed.take(np.concatenate([population.validation(client) for client in clients]))
-        logits = predict(self.task.model, held, self.context.autocast)
-        losses = F.cross_entropy(logits.double(), held.labels, reduction="none")
-        both = torch.stack([losses, (logits.argmax(1) == held.labels).double()], 1).cpu()
+        logits = predict(self.task.model, held, self.context.autocast).double()
+        losses, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
+        if not bool(losses.isfinite().all()):
+            record["client_val_loss"] = math.nan
+            return {}
+        parts = torch.stack([losses, correct], 1).cpu().split(population.held[clients].tolist())
         total, count = torch.zeros(2, dtype=torch.float64), 0
-        coding = Coding("fp64")
-        for client, part in zip(clients, both.split(population.held[clients].tolist()), strict=True):
-            message = encode(part.sum(0), coding, METRICS, round=number, client=client, n=len(part))
-            self.context.ledger.add(name, number - 1, client, "up", "metrics", len(message))
+        for client, part in zip(clients, parts, strict=True):
+            message = encode(part.sum(0), Coding("fp64"), METRICS, round=number, client=client, n=len(part))
+            self.context.ledger.add(name, number - 1, client, "up", "metrics", len(message), fates[client])
             record["bytes_up"] += len(message)
-            reply = decode(message, coding, METRICS, round=number, client=client)
-            total, count = total + reply.values, count + reply.n
-        loss, correct = (total / count).tolist()
-        record |= {"client_val_accuracy": correct, "client_val_loss": loss}
-        return clients
-
-    def _count_download(self, clients: list[int], record: dict[str, Any]) -> None:
-        """Count the weights that clients got only to measure them, since no round follows."""
-        size = self.down.size(self._k)
-        for client in clients:
-            self.context.ledger.add(self.stage.name, self.state.round - 1, client, "down", "model", size)
+            if fates[client] == "ok":
+                reply = decode(message, Coding("fp64"), METRICS, round=number, client=client)
+                total, count = total + reply.values, count + reply.n
+        if count:
+            record["client_val_loss"], record["client_val_accuracy"] = (total / count).tolist()
+        return dict.fromkeys(clients, size)
 
     # --- masks -------------------------------------------------------------------------------------------------------
 
@@ -372,7 +373,7 @@ class Federated:
             known[0] = active
             places = active.indices()
             for client in scoring:
-                mine = self.population.shards.client(client)
+                mine = self.population.examples(client)
                 rows = generator(seed, "fisher rows", *address, client).permutation(mine)
                 part, n = self._squares(
                     sieve,
@@ -435,7 +436,8 @@ class Federated:
         self.support = None if mask is None else mask.indices().to(self.device)
         self._k = self.space.size if mask is None else mask.count
         moved = mask if self.state.moved is None else self._as_mask(self.state.moved)
-        self._set_moved(moved)
+        # One object where they are equal, so that whether anything else has moved is told by a glance.
+        self._set_moved(mask if mask is not None and moved == mask else moved)
         self._spans = _block_spans(self.space, self.support)
         self.executor, self.tiers = None, {}
         if self.settings.correction.kind == "scaffold" and self.state.control is None:
@@ -476,19 +478,9 @@ class Federated:
         memory = self.context.store.get(client)
         name = f"{self.stage.name}.mask"
         if name not in memory:
-            sieve = self.sieve
-            assert sieve is not None
+            assert self.sieve is not None
             self._show(self.state.theta)
-            address = (self.stage.name, client)
-            seed, mine = self.experiment.seed, self.population.shards.client(client)
-            rows = generator(seed, "fisher rows", *address).permutation(mine)[: sieve.fisher.samples]
-
-            def sensitivity(active: Mask, number: int) -> Tensor:
-                total, count = self._squares(sieve, self.context.train, active, number, rows, *address)
-                return (total / count).float().cpu()
-
-            score = scorer(sieve, self.context.model, self.space, sensitivity, seed, *address)
-            mask = calibrated(sieve, self.context.model, self.space, score)
+            mask = client_mask(self.context, self.sieve, self.space, client, self.stage.name)
             memory = {name: torch.from_numpy(mask.bits.copy())}
             self.context.store.put(client, self.state.round, **memory)
             self.context.keep_mask(f"client-{client}", mask)
@@ -502,7 +494,7 @@ class Federated:
         clients = self.population.trainer(np.arange(self.population.trainers)).tolist()
         total = torch.zeros(self._k, dtype=torch.float64, device=self.device)
         for client in clients:
-            mine = self.population.shards.client(client)
+            mine = self.population.examples(client)
             rows = generator(seed, "blend rows", name, client).permutation(mine)[: settings.fisher.samples]
             part, count = self._squares(settings, context.train, everything, 0, rows, name, "blend", client)
             own = self._taken(part.to(self.device) / count, self.support).float()
@@ -519,8 +511,8 @@ class Federated:
 
     # --- down --------------------------------------------------------------------------------------------------------
 
-    def _broadcast(self, clients: Sequence[int]) -> None:
-        """Send the server's weights, and lay them over the model as the clients receive them."""
+    def _broadcast(self, clients: Sequence[int]) -> int:
+        """Send the server's weights, and lay them over the model as the clients receive them. Gives their bytes."""
         state, ledger, name = self.state, self.context.ledger, self.stage.name
         over = self.space if self.moved is None else self.moved
         values = self._taken(state.theta, self.moved_index)
@@ -555,6 +547,7 @@ class Federated:
                 size = len(message) if self.moved is self.mask else self.down.size(self._k)
                 ledger.add(name, state.round, client, "down", "control", size)
             state.known[str(client)] = generation
+        return len(message)
 
     @property
     def _mask_travels(self) -> bool:
@@ -584,9 +577,16 @@ class Federated:
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
-    def _work(self, client: int) -> Work:
+    def _look_ahead(self) -> None:
+        """Draw the next round's work while the device is still busy with this one's."""
+        number = self.state.round + 1
+        if self.device.type == "cuda" and number < self.length and number not in self.works:
+            cohort = self.population.cohort(self.stage.name, number).tolist()
+            self.works = {number: {client: self._work(client, number) for client in cohort}}
+
+    def _work(self, client: int, number: int) -> Work:
         stage, share = self.stage, self.population.device(client).work
-        examples = self.population.shards.client(client)
+        examples = self.population.examples(client)
         return local_work(
             client,
             examples,
@@ -595,7 +595,7 @@ class Federated:
             self.feed,
             self.experiment.seed,
             stage.name,
-            self.state.round,
+            number,
             share=share,
         )
 
@@ -604,16 +604,7 @@ class Federated:
         received = self._taken(self.theta.detach(), self.support).clone()
         if not self.settings.blend:
             return received
-        rows = []
-        for client in clients:
-            memory = self.context.store.get(client, self.device)
-            own, share = (memory.get(f"{self.stage.name}.{name}") for name in ("own", "share"))
-            if own is None or share is None:
-                rows.append(received)
-            else:
-                share = share.to(received.dtype)
-                rows.append(share * own.to(received.dtype) + (1 - share) * received)
-        return torch.stack(rows)
+        return torch.stack([blended(self.context, received, client, self.stage.name) for client in clients])
 
     def _holds(self, clients: Sequence[int]) -> Tensor | None:
         """Which of the trained weights each client may move; None where all may move all."""
@@ -639,7 +630,7 @@ class Federated:
 
     def _running_executor(self) -> Executor:
         if self.executor is None:
-            sizes = self.population.shards.sizes
+            sizes = self.population.sizes
             clients = self.state.clients_at_once or self.experiment.clients_at_once or self.population.cohort_size
             self.executor = make_executor(
                 self.context.executor,
@@ -682,7 +673,7 @@ class Federated:
         if self.message.error_feedback:
             kept = [self.context.store.get(client, self.device).get(residual) for client in clients]
             moved = torch.stack([row if old is None else row + old for row, old in zip(moved, kept, strict=True)])
-        sizes = self.population.shards.sizes
+        sizes = self.population.sizes
         found: dict[int, Tensor] = {}
         for members, over, places in self._groups(clients):
             rows = torch.tensor([clients.index(client) for client in members], device=self.device)
@@ -822,6 +813,32 @@ class Federated:
         """Give the model these weights."""
         with torch.no_grad():
             self.theta.copy_(vector)
+
+
+def client_mask(context: Context, sieve: Sieve, space: ParamSpace, client: int, *address: int | str) -> Mask:
+    """The mask that a client calibrates on its own images, at the weights that the model has."""
+    model, seed, feed = context.model, context.experiment.seed, context.train
+    address = (*address, client)
+    rows = generator(seed, "fisher rows", *address).permutation(context.population.examples(client))
+    rows = rows[: sieve.fisher.samples]
+
+    def sensitivity(active: Mask, number: int) -> Tensor:
+        total, count = squared_gradients(
+            sieve, model, space, feed, active, number, rows, context.autocast, seed, *address
+        )
+        return (total / count).float().cpu()
+
+    return calibrated(sieve, model, space, scorer(sieve, model, space, sensitivity, seed, *address))
+
+
+def blended(context: Context, received: Tensor, client: int, stage: str) -> Tensor:
+    """Received weights mixed with the client's own last ones by its shares; as received where it has none."""
+    memory = context.store.get(client, received.device)
+    own, share = (memory.get(f"{stage}.{name}") for name in ("own", "share"))
+    if own is None or share is None:
+        return received
+    share = share.to(received.dtype)
+    return share * own.to(received.dtype) + (1 - share) * received
 
 
 class _Tally:

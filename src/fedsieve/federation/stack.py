@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from fedsieve.errors import FedsieveError
 from fedsieve.model.space import ParamSpace
+from fedsieve.train.replay import Speed, compiled
 
 
 class Stack:
@@ -33,8 +34,10 @@ class Stack:
         clients: int,
         cast: torch.dtype | None = None,
         whole: bool = False,
+        speed: Speed = "eager",
     ) -> None:
         self.model, self.clients = model, clients
+        self.network = compiled(model, speed)
         device = next(model.parameters()).device
         everything = torch.arange(space.size, device=device) if support is None else support
         bounds = torch.tensor(space.offsets, device=device)
@@ -98,7 +101,7 @@ class Stack:
         """The network's outputs for inputs (clients * batch, ...), client after client."""
         with self._patched():
             if not self.raw:
-                return self.model(inputs)
+                return self.network(inputs)
             return functional_call(self.model, self._spread(len(inputs) // self.clients), (inputs,))
 
     def _spread(self, batch: int) -> dict[str, Tensor]:
@@ -180,14 +183,10 @@ class Stack:
 def _linear(module: nn.Linear, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
         rows = inputs.reshape(stack.clients, -1, inputs.shape[-1])
-        weight = stack.weight(names["weight"], 2)
-        if "bias" in names and names["weight"] in stack.leaves:
-            bias = stack.weight(names["bias"], 2)
-            outputs = torch.baddbmm(bias, rows, weight.mT)
-        else:
-            outputs = rows @ weight.mT
-            if "bias" in names:
-                outputs = outputs + stack.weight(names["bias"], 2)
+        outputs = rows @ stack.weight(names["weight"], 2).mT
+        if "bias" in names:
+            # Not baddbmm, which first writes the bias everywhere; a compiler moves this sum into what follows.
+            outputs = outputs + stack.weight(names["bias"], 2).to(outputs.dtype)
         return outputs.reshape(*inputs.shape[:-1], -1)
 
     return forward

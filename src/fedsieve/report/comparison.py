@@ -1,6 +1,7 @@
 """The page that sets runs side by side: seeds of one config as one line, and by name whatever has no result."""
 
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from fedsieve.errors import FedsieveError
 from fedsieve.report import figures
 from fedsieve.report.folder import RunFolder, read_run
-from fedsieve.report.html import figure, flatten, render, save
+from fedsieve.report.html import figure, flatten, render, save, tick
+from fedsieve.report.traffic import of_dense, read_traffic, so_far
 
 # What may differ between runs that are still repeats of one another.
 INCIDENTAL = ("name", "seed", "tracking", "checkpoint", "data.cache")
@@ -36,8 +38,21 @@ class Group:
         values = self._values(field)
         return float(values.std(ddof=1)) if len(values) > 1 else None
 
+    @property
+    def federated(self) -> bool:
+        return self.runs[0].experiment.federation is not None
+
+    @cached_property
+    def of_dense(self) -> float | None:
+        """All bytes as a share of dense fp32, mean over the seeds."""
+        shares = [of_dense(read_traffic(run)) for run in self.runs]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(known) if known and len(known) == len(shares) else None
+
     def _values(self, field: str) -> np.ndarray:
-        values = [getattr(run.summary, field) for run in self.runs]
+        values = [
+            reduce(lambda part, name: getattr(part, name, None), field.split("."), run.summary) for run in self.runs
+        ]
         # A mean over some of the seeds would pass for one over all of them.
         return np.array([] if None in values else values, dtype=np.float64)
 
@@ -49,33 +64,57 @@ def write_comparison(folders: list[Path], out: Path) -> Path:
     runs, missing = _read(folders)
     groups = _group(runs)
     keys = _differences(groups)
-    lines = {
-        metric: [
-            (number, figures.column(run.epochs, "index"), scale * figures.column(run.epochs, f"val_{metric}"))
-            for number, group in enumerate(groups)
-            for run in group.runs
-            if np.isfinite(figures.column(run.epochs, f"val_{metric}")).any()
-        ]
-        for metric, scale in (("accuracy", 100.0), ("loss", 1.0))
-    }
+    lines = {metric: _lines(groups, metric) for metric in ("accuracy", "loss")}
+    units = sorted({run.unit for run in runs})
+    below = " or ".join(units) or "epoch"
     drawn = {
-        f"validation {metric}": figures.overlay(shown, f"validation {metric}" + ", %" * (metric == "accuracy"))
-        for metric, shown in lines.items()
-        if shown
+        f"validation {metric}": figures.overlay(shown, _axis(metric), below) for metric, shown in lines.items() if shown
     }
+    if by_bytes := _by_bytes(groups):
+        drawn["validation accuracy by bytes"] = figures.overlay(by_bytes, _axis("accuracy"), "bytes sent so far", tick)
     page = render(
         "comparison.html",
         groups=groups,
         missing=missing,
         keys=keys,
         absent="–",
+        below=below,
         pens=[figures.pen(number) for number in range(len(groups))],
-        curves={name: figure(svg, f"{name} of every run by epoch") for name, svg in drawn.items()},
+        curves={name: figure(svg, f"{name} of every run by {below}") for name, svg in drawn.items()},
         without_curve=[
             group.label for number, group in enumerate(groups) if number not in {n for n, _, _ in lines["accuracy"]}
         ],
     )
     return save(out if out.suffix == ".html" else out / "comparison.html", page)
+
+
+def _axis(metric: str) -> str:
+    return f"validation {metric}" + ", %" * (metric == "accuracy")
+
+
+def _lines(groups: list[Group], metric: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """A line (number of the group, epochs or rounds, values) for every run, of what was evaluated."""
+    found = []
+    for number, group in enumerate(groups):
+        for run in group.runs:
+            rows = [row for row in run.records if row.get(f"val_{metric}") is not None]
+            values = figures.column(rows, f"val_{metric}")
+            if np.isfinite(values).any():
+                found.append((number, figures.column(rows, "index"), values * (100 if metric == "accuracy" else 1)))
+    return found
+
+
+def _by_bytes(groups: list[Group]) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """A line (number of the group, bytes sent so far, validation accuracy in per cent) for every federated run."""
+    found = []
+    for number, group in enumerate(groups):
+        for run in group.runs:
+            sums = so_far(run.records, read_traffic(run))
+            accuracy = 100 * figures.column(run.records, "val_accuracy")
+            shown = np.isfinite(accuracy) & (sums > 0)
+            if shown.any():
+                found.append((number, sums[shown], accuracy[shown]))
+    return found
 
 
 def _read(folders: list[Path]) -> tuple[list[RunFolder], list[tuple[str, str]]]:

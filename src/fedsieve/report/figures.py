@@ -51,7 +51,8 @@ LABELLED_CLASSES = 30  # more names than this on an axis cannot be read
 SPLITS = {
     "train": ("train", MUTED, "-"),
     "val": ("validation", BLUE, "-"),
-    "test": ("test, watched every epoch,\nnever used to select", ORANGE, ":"),
+    "client_val": ("clients' validation", GREEN, "-"),
+    "test": ("test, watched {},\nnever used to select", ORANGE, ":"),
 }
 
 
@@ -85,31 +86,34 @@ def short(name: str, length: int = 20) -> str:
 
 
 def column(rows: Sequence[Mapping[str, Any]], field: str) -> np.ndarray:
-    """One field of the epochs as numbers; NaN where it is absent."""
+    """One field of the records as numbers; NaN where it is absent."""
     values = [row.get(field) for row in rows]
     return np.array([value if isinstance(value, (int, float)) else np.nan for value in values], dtype=np.float64)
 
 
-# --- curves over epochs ----------------------------------------------------------------------------------------------
+# --- curves over epochs or rounds ------------------------------------------------------------------------------------
 
 
 @drawn
-def curves(rows: Sequence[Mapping[str, Any]], metric: str, chosen: Sequence[int] = (), scale: float = 1.0) -> Figure:
-    """`metric` ("accuracy" or "loss") of each split by epoch; `chosen` are the indices of the epochs that were kept."""
-    figure, axes = _panel(rows)
+def curves(
+    rows: Sequence[Mapping[str, Any]],
+    metric: str,
+    chosen: Sequence[int] = (),
+    scale: float = 1.0,
+    watched: str = "every epoch",
+) -> Figure:
+    """`metric` ("accuracy" or "loss") of each split by epoch or round; `chosen` are the indices of those that were kept.
+
+    `watched` says how often test data was looked at, where it was.
+    """
+    figure, axes = panel(rows)
     for split, (label, colour, line) in SPLITS.items():
-        _by_stage(axes, rows, f"{split}_{metric}", scale, label=label, color=colour, linestyle=line)
+        by_stage(axes, rows, f"{split}_{metric}", scale, label=label.format(watched), color=colour, linestyle=line)
     kept = [row for row in rows if row["index"] in chosen]
-    axes.plot(
-        column(kept, "index"),
-        scale * column(kept, f"val_{metric}"),
-        "o",
-        ms=7,
-        mfc="none",
-        mec=BLUE,
-        mew=1.6,
-        label="chosen",
-    )
+    # Where the server holds no validation data, the clients' decides.
+    by, colour = ("val", BLUE) if any("val_accuracy" in row for row in rows) else ("client_val", GREEN)
+    values = scale * column(kept, f"{by}_{metric}")
+    axes.plot(column(kept, "index"), values, "o", ms=7, mfc="none", mec=colour, mew=1.6, label="chosen")
     handles = [
         line for line in axes.lines if not str(line.get_label()).startswith("_") and np.isfinite(line.get_ydata()).any()
     ]
@@ -120,32 +124,53 @@ def curves(rows: Sequence[Mapping[str, Any]], metric: str, chosen: Sequence[int]
 
 
 @drawn
-def over_epochs(rows: Sequence[Mapping[str, Any]], field: str, label: str, log: bool = False) -> Figure:
-    """One field by epoch; `log` allows a log scale where one stage would flatten the other."""
-    figure, axes = _panel(rows, height=2.2)
-    _by_stage(axes, rows, field, 1.0, color=BLUE)
-    peaks = [column(list(stage), field).max() for _, stage in groupby(rows, lambda row: row.get("stage"))]
+def by_index(
+    rows: Sequence[Mapping[str, Any]], field: str, label: str, log: bool = False, height: float = 2.2
+) -> Figure:
+    """One field by epoch or round; `log` allows a log scale where one stage would flatten the other."""
+    figure, axes = panel(rows, height)
+    by_stage(axes, rows, field, 1.0, color=BLUE)
+    stages = [column(list(stage), field) for _, stage in groupby(rows, lambda row: row.get("stage"))]
+    peaks = [np.nanmax(values) for values in stages if np.isfinite(values).any()]
     if log and min(peaks, default=0) > 0 and max(peaks) > 5 * min(peaks):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the usual ones write formulas
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        log_scale(axes)
     else:
         axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
     return figure
 
 
+def log_scale(axes: Axes, text: Callable[[float], str] = lambda value: f"{value:g}") -> None:
+    """A vertical log scale; `text` writes its numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: text(value))  # the usual ones write formulas
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 @drawn
-def overlay(lines: Sequence[tuple[int, np.ndarray, np.ndarray]], label: str) -> Figure:
-    """Lines (number, x, y) in one panel; the page's legend names the numbers, each drawn in its `pen`."""
+def overlay(
+    lines: Sequence[tuple[int, np.ndarray, np.ndarray]],
+    label: str,
+    below: str = "epoch",
+    amount: Callable[[float], str] | None = None,
+) -> Figure:
+    """Lines (number, x, y) in one panel; the page's legend names the numbers, each drawn in its `pen`.
+
+    `below` names what x counts; with `amount`, which writes its numbers, it has a log scale.
+    """
     figure = Figure(figsize=PANEL, layout="constrained")
     axes = figure.add_subplot()
     for number, x, y in lines:
         colour, dash = pen(number)
         axes.plot(x, y, color=colour, linestyle=dash, lw=1.4, marker=_marker(x), ms=3)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(left=0.5)
-    axes.set(xlabel="epoch", ylabel=label)
+    if amount:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: amount(value))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(left=0.5)
+    axes.set(xlabel=below, ylabel=label)
     return figure
 
 
@@ -154,8 +179,8 @@ def pen(number: int) -> tuple[str, str]:
     return SERIES[number % len(SERIES)], ("solid", "dashed", "dotted")[number // len(SERIES) % 3]
 
 
-def _panel(rows: Sequence[Mapping[str, Any]], height: float = PANEL[1]) -> tuple[Figure, Axes]:
-    """Empty axes over the epochs, the stages marked off."""
+def panel(rows: Sequence[Mapping[str, Any]], height: float = PANEL[1]) -> tuple[Figure, Axes]:
+    """Empty axes over the epochs or rounds, the stages marked off."""
     figure = Figure(figsize=(PANEL[0], height), layout="constrained")
     axes = figure.add_subplot()
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -171,10 +196,15 @@ def _panel(rows: Sequence[Mapping[str, Any]], height: float = PANEL[1]) -> tuple
     return figure, axes
 
 
-def _by_stage(axes: Axes, rows: Sequence[Mapping[str, Any]], field: str, scale: float, **style: Any) -> None:
-    """A line for every stage: what joins the end of one to the start of the next was never measured."""
+def by_stage(axes: Axes, rows: Sequence[Mapping[str, Any]], field: str, scale: float, **style: Any) -> None:
+    """A line for every stage: what joins the end of one to the start of the next was never measured.
+
+    Rounds without the field were not evaluated, and the line passes over them.
+    """
     for _, stage in groupby(rows, lambda row: row.get("stage")):
-        part = list(stage)
+        part = [row for row in stage if row.get(field) is not None]
+        if not part:
+            continue
         x = column(part, "index")
         axes.plot(x, scale * column(part, field), **style, marker=_marker(x), ms=3)
         style.pop("label", None)
@@ -224,14 +254,14 @@ def histogram(values: np.ndarray, label: str) -> Figure:
     figure = Figure(figsize=PANEL, layout="constrained")
     axes = figure.add_subplot()
     axes.hist(values, bins=min(20, max(5, len(values) // 4)), color=BLUE, alpha=0.85, rwidth=0.92)
-    _flag(axes, values.mean(), "mean")
+    flag(axes, values.mean(), "mean")
     axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel=label, ylabel="classes")
     return figure
 
 
-def _flag(axes: Axes, x: float, label: str) -> None:
+def flag(axes: Axes, x: float, label: str) -> None:
     axes.axvline(x, color=ORANGE, lw=1.4, ls="--")
     axes.text(x, 1.02, label, transform=axes.get_xaxis_transform(), color=ORANGE, fontsize=8, ha="center")
 
@@ -255,8 +285,8 @@ def sureness(confidence: np.ndarray, right: np.ndarray) -> Figure:
 def confusion(shares: np.ndarray, names: Sequence[str]) -> Figure:
     """Shares (C, C) of each true class (row) by prediction: right in blue, wrong in orange, errors drawn out."""
     right = np.eye(len(shares), dtype=bool)
-    cells = _tint(BLUE, shares)
-    cells[~right] = _tint(ORANGE, np.sqrt(shares))[~right]  # an error of 5 % must be seen beside hits of 90 %
+    cells = tint(BLUE, shares)
+    cells[~right] = tint(ORANGE, np.sqrt(shares))[~right]  # an error of 5 % must be seen beside hits of 90 %
     figure, axes = _matrix(cells, names)
     if len(names) <= 12:
         for (row, col), share in np.ndenumerate(shares):
@@ -273,11 +303,11 @@ def closeness(distances: np.ndarray, names: Sequence[str]) -> Figure:
     apart = np.where(np.eye(len(distances), dtype=bool), np.nan, distances)
     finite = apart[np.isfinite(apart)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
-    cells = _tint(BLUE, np.nan_to_num((high - apart) / (high - low) if high > low else apart * 0))
+    cells = tint(BLUE, np.nan_to_num((high - apart) / (high - low) if high > low else apart * 0))
     return _matrix(cells, names)[0]
 
 
-def _tint(colour: str, strength: np.ndarray) -> np.ndarray:
+def tint(colour: str, strength: np.ndarray) -> np.ndarray:
     """One colour, as transparent as `strength` (0 to 1) is low: right on any background."""
     cells = np.empty((*strength.shape, 4))
     cells[..., :3] = matplotlib.colors.to_rgb(colour)
@@ -313,7 +343,7 @@ def outlier_law(squared: np.ndarray, degrees: int, threshold: float) -> Figure:
     if degrees:
         x = np.linspace(end / 200, end, 200)
         axes.plot(x, chi2.pdf(x, degrees), color=INK, lw=1.2)
-        _flag(axes, threshold, "threshold")
+        flag(axes, threshold, "threshold")
         axes.set_ylim(0, 1.1 * np.max(heights))  # the density of one or two degrees has no upper bound
     axes.grid(axis="x", visible=False)
     axes.set(xlabel="squared Mahalanobis distance of the mean colour", ylabel="density")

@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,13 @@ from pydantic import BaseModel, ValidationError
 
 from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
+from fedsieve.mask.mask import Mask
+from fedsieve.wire.ledger import lines
+
+# Messages by (stage, round from 0, direction, what, bytes), and how many there were.
+Messages = Counter[tuple[str, int, str, str, int]]
+CLIENT_MASKS = 40  # more are counted, but not kept
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 class Scores(BaseModel):
@@ -25,11 +34,17 @@ class Scores(BaseModel):
     seconds: float | None = None
     trained: int | None = None
     parameters: int | None = None
+    # Of a federation:
+    rounds: int | None = None
+    bytes_up: int | None = None
+    bytes_down: int | None = None
+    drift: float | None = None
 
 
 class StageSummary(Scores):
-    best_at: int | None = None  # the chosen epoch of the stage, counted from 1
+    best_at: int | None = None  # the chosen epoch or round of the stage, counted from 1
     epochs: int | None = None
+    client_val_accuracy: float | None = None  # on images that clients hold back
     # Of a sparse stage's mask:
     sparsity: float | None = None  # of the maskable weights
     active: int | None = None
@@ -38,9 +53,25 @@ class StageSummary(Scores):
     calibration_seconds: float | None = None
 
 
+class Spread(BaseModel):
+    """How one model, or each client's own, serves some clients: fractions over clients."""
+
+    clients: int | None = None
+    mean: float | None = None
+    std: float | None = None
+    worst_decile: float | None = None
+    worst: float | None = None
+
+
+class ClientSpread(Spread):
+    strangers: Spread | None = None  # clients that never trained
+
+
 class Summary(Scores):
     device: str | None = None
     images_per_second: float | None = None
+    client_accuracy: ClientSpread | None = None  # of the global model
+    personal: dict[str, ClientSpread] = {}  # of clients' own models, by method
     stages: dict[str, StageSummary] = {}
 
 
@@ -57,20 +88,45 @@ class Predictions:
 
 
 @dataclass(frozen=True)
+class Clients:
+    """The K clients of a federation: what they hold, and how well the final model serves them."""
+
+    accuracy: np.ndarray  # (K,) fractions; NaN where the test set has none of a client's classes
+    sizes: np.ndarray  # (K,) images
+    strangers: np.ndarray  # clients that never trained
+    client: np.ndarray  # (m,) a client,
+    label: np.ndarray  # (m,) a class that it holds,
+    examples: np.ndarray  # (m,) and how many images of it
+
+    @property
+    def strange(self) -> np.ndarray:
+        """Which clients never trained, bool (K,)."""
+        return np.isin(np.arange(len(self.sizes)), self.strangers)
+
+
+@dataclass(frozen=True)
 class RunFolder:
     path: Path
     experiment: Experiment
     config_text: str
     environment: dict[str, Any]
-    epochs: list[dict[str, Any]]
+    records: list[dict[str, Any]]  # one for every epoch, or round
     summary: Summary | None
     predictions: Predictions | None
+    clients: Clients | None
+    messages: Messages | None
     problems: list[str]
 
     @property
     def name(self) -> str:
         """What the folder itself is called, also for `.` and `runs/x/..`."""
         return self.path.resolve().name
+
+    @property
+    def unit(self) -> str:
+        """What a record is one of."""
+        federated = self.experiment.federation is not None or any("round" in row for row in self.records)
+        return "round" if federated else "epoch"
 
     @property
     def missing(self) -> str | None:
@@ -82,9 +138,10 @@ class RunFolder:
         return None if accuracy is not None and math.isfinite(accuracy) else "no test accuracy in summary.json"
 
     def chosen(self, stage: str) -> int | None:
-        """The epoch of `stage` whose weights were kept, where one was selected on validation data."""
+        """The epoch or round of `stage` whose weights were kept, where one was selected on validation data."""
         ended = self.summary.stages.get(stage) if self.summary else None
-        return ended.best_at if ended and ended.val_accuracy is not None else None
+        selected = ended and (ended.val_accuracy is not None or ended.client_val_accuracy is not None)
+        return ended.best_at if ended and selected else None
 
 
 def read_run(path: Path) -> RunFolder:
@@ -103,11 +160,60 @@ def read_run(path: Path) -> RunFolder:
         experiment=parse_config(text, where=str(config)),
         config_text=text,
         environment=_read_environment(path / "environment.json", problems),
-        epochs=_read_metrics(path / "metrics.jsonl", problems),
+        records=_read_metrics(path / "metrics.jsonl", problems),
         summary=_read_summary(path / "summary.json", problems),
         predictions=_read_predictions(path / "predictions.npz", problems),
+        clients=_read_clients(path / "clients.npz", problems),
+        messages=_read_ledger(path / "ledger.csv", problems),
         problems=problems,
     )
+
+
+@dataclass
+class StageMasks:
+    """The masks of one stage."""
+
+    shared: dict[int, Mask] = field(default_factory=dict)  # by the round, from 0, in which each came into use
+    clients: dict[int, Mask] = field(default_factory=dict)  # clients' own; some of them where there are many
+    sizes: list[int] = field(default_factory=list)  # active weights of every client's own mask
+
+    def at(self, number: int) -> Mask | None:
+        """The shared mask in use in a round."""
+        begun = [first for first in self.shared if first <= number]
+        return self.shared[max(begun)] if begun else None
+
+
+def read_masks(run: RunFolder, damage: list[str]) -> dict[str, StageMasks]:
+    """The masks in a run folder by stage, in the order of the stages; a damaged file becomes a sentence in `damage`."""
+    names = [stage.name for stage in run.experiment.stages]
+    files: dict[str, dict[tuple[str, int], Path]] = {name: {} for name in names}
+    for path in sorted((run.path / "masks").glob("*.safetensors")):
+        found = re.fullmatch(r"(.+)\.(round|client)-(\d+)", path.stem)
+        stage, kind, number = found.groups() if found and found[1] in names else (path.stem, "round", "0")
+        files.setdefault(stage, {})[kind, int(number)] = path
+    masks: dict[str, StageMasks] = {}
+    for stage, own in files.items():
+        clients = sorted(number for kind, number in own if kind == "client")
+        kept = {clients[place] for place in evenly(len(clients), CLIENT_MASKS)}
+        for (kind, number), path in sorted(own.items()):
+            try:
+                mask = Mask.load(path)
+            except FedsieveError as error:
+                damage.append(str(error).replace(str(path), f"masks/{path.name}"))
+                continue
+            into = masks.setdefault(stage, StageMasks())
+            if kind == "round":
+                into.shared[number] = mask
+                continue
+            into.sizes.append(mask.count)
+            if number in kept:
+                into.clients[number] = mask
+    return masks
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """All of `count` places, or at most so many of them, evenly spread."""
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, most)).tolist()})
 
 
 def _read_text(path: Path, problems: list[str]) -> str | None:
@@ -131,13 +237,13 @@ def _read_environment(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """One dict per epoch, in order. A torn last line is what a killed run leaves, and is no problem."""
+    """One dict per epoch or round, in order. A torn last line is what a killed run leaves, and is no problem."""
     lines = (_read_text(path, problems) or "").splitlines()
     rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            rows[int(row.get("index", number))] = row  # the last wins: a resumed run may repeat an epoch
+            rows[int(row.get("index", number))] = row  # the last wins: a resumed run may repeat some
         except (ValueError, TypeError, AttributeError, OverflowError):
             if number < len(lines):
                 problems.append(f"{path.name}, line {number} is damaged and left out")
@@ -176,7 +282,40 @@ def _read_predictions(path: Path, problems: list[str]) -> Predictions | None:
             )
         _check(predictions)
         return predictions
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except UNREADABLE as error:
+        problems.append(f"{path.name} is damaged: {error}")
+        return None
+
+
+def _read_clients(path: Path, problems: list[str]) -> Clients | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            clients = Clients(
+                accuracy=file["accuracy"].astype(np.float64),
+                **{name: file[name].astype(np.int64) for name in ("sizes", "strangers", "client", "label", "examples")},
+            )
+        count = len(clients.sizes)
+        if not clients.accuracy.shape == clients.sizes.shape == (count,) or not count:
+            raise ValueError("accuracy and sizes are not two vectors of one length")
+        if not clients.client.shape == clients.label.shape == clients.examples.shape == (len(clients.client),):
+            raise ValueError("client, label and examples are not three vectors of one length")
+        for values, end in ((clients.client, count), (clients.strangers, count), (clients.label, math.inf)):
+            if len(values) and not (values.min() >= 0 and values.max() < end):
+                raise ValueError(f"a number outside 0 to {end - 1}")
+        return clients
+    except UNREADABLE as error:
+        problems.append(f"{path.name} is damaged: {error}")
+        return None
+
+
+def _read_ledger(path: Path, problems: list[str]) -> Messages | None:
+    if not path.exists():
+        return None
+    try:
+        return Counter((line.stage, line.round, line.direction, line.what, line.size) for line in lines(path))
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} is damaged: {error}")
         return None
 

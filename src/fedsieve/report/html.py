@@ -44,6 +44,22 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def size(count: float | None) -> str:
+    """Bytes for people."""
+    if count is None or not math.isfinite(count):
+        return "–"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def tick(count: float) -> str:
+    """Bytes beside an axis."""
+    return size(count).replace(".0 ", " ")
+
+
 def text(value: Any) -> str:
     """A config or environment value on one line."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -86,7 +102,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(percent=percent, number=number, whole=whole, duration=duration, text=text)
+    environment.filters.update(percent=percent, number=number, whole=whole, duration=duration, size=size, text=text)
     return environment.get_template(template).render(**values)
 
 

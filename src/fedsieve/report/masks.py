@@ -193,7 +193,7 @@ def tensor_map(rows: Sequence[TensorRow]) -> Figure:
     around = _largest([row for row in rows if row.block in AROUND], LISTED)
     columns = {block: number for number, block in enumerate(dict.fromkeys(row.block for row in inside))}
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(_kind(row) for row in inside))}
-    labels = _block_labels(list(columns))
+    labels = block_labels(list(columns))
     tall = max(map(len, labels), default=0) > 3
     height = 0.75 + CELL * max(len(kinds), len(around), 1) + (0.8 if tall else 0.2)
     figure = Figure(figsize=(WIDE, height), layout="constrained")
@@ -379,7 +379,7 @@ def _over_blocks(names: Sequence[str], height: float = PANEL[1]) -> tuple[Figure
     """Empty axes over the blocks in depth order."""
     figure = Figure(figsize=(PANEL[0], height), layout="constrained")
     axes = figure.add_subplot()
-    labels = _block_labels(names)
+    labels = block_labels(names)
     step = -(-len(labels) // 30)  # more labels than this run into each other
     turned: dict[str, Any] = {"rotation": 90, "va": "top"} if max(map(len, labels), default=0) > 2 else {}
     axes.set_xticks(range(0, len(labels), step), labels[::step], **turned)
@@ -397,7 +397,7 @@ def _mark_blocks(axes: Axes, owners: Sequence[str]) -> None:
     for number, (start, end) in enumerate(spans):
         if number % 2:
             axes.axvspan(start - 0.5, end - 0.5, color=GRID, alpha=0.35, lw=0, zorder=0)
-    labels = _block_labels(names)
+    labels = block_labels(names)
     # A label needs about 1 % of the width for each letter.
     shown = [end - start > 0.009 * len(owners) * len(label) for (start, end), label in zip(spans, labels, strict=True)]
     middles = [(start + end - 1) / 2 for start, end in spans]
@@ -415,7 +415,7 @@ def _reduced(reduce: Any, values: np.ndarray) -> np.ndarray:
     return np.array([reduce(row) if np.isfinite(row).any() else np.nan for row in values])
 
 
-def _block_labels(names: Sequence[str]) -> list[str]:
+def block_labels(names: Sequence[str]) -> list[str]:
     """`blocks.3` is plainly 3 where all blocks are so named."""
     inside = [name for name in names if name not in AROUND]
     stems = {name.rpartition(".")[0] for name in inside}
@@ -504,7 +504,7 @@ def write_mask_page(masks: Mapping[str, Mask], out: Path, floor: int = 1) -> Pat
         space=masks[first].space,
         pens=[pen(number) for number in range(len(shown))],
         each=len(shown) <= EVERY_MASK,
-        comparison=_comparison(masks) if distinct > 1 else None,
+        comparison=comparison(masks) if distinct > 1 else None,
     )
     return save(out if out.suffix == ".html" else out / "masks.html", page)
 
@@ -517,7 +517,7 @@ def _equal(masks: Mapping[str, Mask]) -> list[list[str]]:
     return [names for names in same.values() if len(names) > 1]
 
 
-def _comparison(masks: Mapping[str, Mask]) -> dict[str, Any]:
+def comparison(masks: Mapping[str, Mask]) -> dict[str, Any]:
     """Everything the page says of several masks together."""
     names, values = list(masks), list(masks.values())
     space, owners = values[0].space, blocks(values[0].space)
@@ -535,6 +535,7 @@ def _comparison(masks: Mapping[str, Mask]) -> dict[str, Any]:
     if len(values) > 2:
         drawings["pairs"] = pair_map(paired.total, paired.chance, names)
     return {
+        "drawings": drawings,
         "figures": {name: figure(svg, f"overlap of the masks: {name}") for name, svg in drawings.items()},
         "jaccard": float(np.nanmean(paired.total)),
         "range": (float(np.nanmin(paired.total)), float(np.nanmax(paired.total))),

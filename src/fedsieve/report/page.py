@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedsieve.errors import FedsieveError
-from fedsieve.mask.mask import Mask
 from fedsieve.report import figures
-from fedsieve.report.folder import Predictions, RunFolder, StageSummary, read_run
+from fedsieve.report.federation import describe_federation
+from fedsieve.report.folder import Predictions, RunFolder, StageMasks, StageSummary, read_masks, read_run
 from fedsieve.report.html import TILE, figure, flatten, render, save, tile
 from fedsieve.report.masks import Allocation
 
@@ -25,9 +24,12 @@ def write_report(folder: Path) -> Path:
     drawings = _curves(run)
     classes = _classes(run.predictions) if run.predictions else None
     damage: list[str] = []
-    masks = _masks(run, damage)
+    found = read_masks(run, damage)
+    masks = _masks(run, found, damage)
+    federation = describe_federation(run, found)
+    others = [federation.drawings if federation else {}, classes["drawings"] if classes else {}]
     mask_drawings = {f"mask-{mask.name}-{part}": svg for mask in masks for part, svg in mask.drawings.items()}
-    for name, svg in {**drawings, **mask_drawings, **(classes["drawings"] if classes else {})}.items():
+    for name, svg in {**drawings, **mask_drawings, **others[0], **others[1]}.items():
         save(folder / "figures" / f"{name}.svg", svg)
     if run.predictions and len(run.predictions.sample_rows):
         right = (run.predictions.labels == run.predictions.predicted)[run.predictions.sample_rows]
@@ -41,11 +43,12 @@ def write_report(folder: Path) -> Path:
         masks=masks,
         dense=StageSummary(),
         summary=run.summary,
-        last=run.epochs[-1] if run.epochs else None,
-        planned=sum(stage.epochs or stage.rounds or 1 for stage in run.experiment.stages),
+        federation=federation,
+        last=run.records[-1] if run.records else None,
+        planned=sum(stage.length for stage in run.experiment.stages),
         interval=_interval(run),
-        watched=any("test_accuracy" in row for row in run.epochs),
-        curves={name: figure(svg, f"{name} by epoch") for name, svg in drawings.items()},
+        watched=_watched(run) if any("test_accuracy" in row for row in run.records) else None,
+        curves={name: figure(svg, f"{name} by {run.unit}") for name, svg in drawings.items()},
         classes=classes,
         tiles=_tiles(run.predictions) if run.predictions else [],
         environment=flatten(run.environment) if run.environment else {},
@@ -55,37 +58,46 @@ def write_report(folder: Path) -> Path:
     return save(folder / "report.html", page)
 
 
-def _masks(run: RunFolder, damage: list[str]) -> list[Allocation]:
-    """The masks of the sparse stages, in the order of the stages; a damaged file becomes a sentence in `damage`."""
-    order = {stage.name: number for number, stage in enumerate(run.experiment.stages)}
+def _masks(run: RunFolder, found: dict[str, StageMasks], damage: list[str]) -> list[Allocation]:
+    """The shared mask of every sparse stage, the last one where it changed; one that is not the run's is told."""
     settings = {stage.name: run.experiment.mask_of(stage) for stage in run.experiment.stages}
     masks = []
-    files = (run.path / "masks").glob("*.safetensors")
-    for path in sorted(files, key=lambda path: (order.get(path.stem, len(order)), path.stem)):
-        try:
-            mask = Mask.load(path)
-        except FedsieveError as error:
-            damage.append(str(error).replace(str(path), f"masks/{path.name}"))
+    for stage, own in found.items():
+        if not own.shared:
             continue
-        told = run.summary.stages.get(path.stem, StageSummary()).mask_id if run.summary else None
+        last = max(own.shared)
+        mask, file = own.shared[last], f"{stage}.round-{last}" if last else stage
+        told = run.summary.stages.get(stage, StageSummary()).mask_id if run.summary else None
         if told and not mask.id.startswith(told):
-            damage.append(f"masks/{path.name} is not the mask of the run: its id is {mask.id}, the summary's {told}")
-        setting = settings.get(path.stem)
-        masks.append(Allocation(path.stem, mask, max(1, setting.min_active_per_tensor) if setting else 1))
+            damage.append(
+                f"masks/{file}.safetensors is not the mask of the run: its id is {mask.id}, the summary's {told}"
+            )
+        setting = settings.get(stage)
+        masks.append(Allocation(stage, mask, max(1, setting.min_active_per_tensor) if setting else 1))
     return masks
 
 
+def _watched(run: RunFolder) -> str:
+    """How often test data was looked at."""
+    every = run.experiment.federation.evaluate_every if run.experiment.federation else 1
+    return f"every {run.unit}" if every == 1 else f"every {every} {run.unit}s"
+
+
 def _curves(run: RunFolder) -> dict[str, str]:
-    if not run.epochs:
+    if not run.records:
         return {}
-    chosen = [row["index"] for row in run.epochs if row.get("epoch") == (run.chosen(str(row.get("stage"))) or math.inf)]
+    chosen = [
+        row["index"]
+        for row in run.records
+        if row.get("epoch", row.get("round")) == (run.chosen(str(row.get("stage"))) or math.inf)
+    ]
     drawings = {
-        "accuracy": figures.curves(run.epochs, "accuracy", chosen, scale=100),
-        "loss": figures.curves(run.epochs, "loss", chosen),
+        "accuracy": figures.curves(run.records, "accuracy", chosen, scale=100, watched=_watched(run)),
+        "loss": figures.curves(run.records, "loss", chosen, watched=_watched(run)),
     }
     for field, label in (("lr", "learning rate"), ("seconds", "seconds")):
-        if np.isfinite(figures.column(run.epochs, field)).any():
-            drawings[label.replace(" ", "-")] = figures.over_epochs(run.epochs, field, label, log=field == "lr")
+        if np.isfinite(figures.column(run.records, field)).any():
+            drawings[label.replace(" ", "-")] = figures.by_index(run.records, field, label, log=field == "lr")
     return drawings
 
 

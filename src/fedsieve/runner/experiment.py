@@ -35,7 +35,15 @@ from fedsieve.randomness import generator
 from fedsieve.report.page import write_report
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
-from fedsieve.runner.federated import CLIENTS, client_summary, describe_rounds, fit_ridge, fit_rounds, make_context
+from fedsieve.runner.federated import (
+    CLIENTS,
+    client_summary,
+    describe_rounds,
+    fit_ridge,
+    fit_rounds,
+    make_context,
+    personal_summary,
+)
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
 from fedsieve.runner.tracking import Tracker, make_trackers
@@ -403,6 +411,9 @@ class _Run:
                 refused[reason] = refused.get(reason, 0) + count
         correct = (logits.argmax(1) == test.labels).cpu().numpy()
         labels = test.labels.cpu().numpy()
+        personal = {}
+        if self.context.population.settings.personal:
+            personal = {"personal": personal_summary(self.context, last, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
@@ -412,6 +423,7 @@ class _Run:
             "drift": last["drift"],
             "refused": refused,
             "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
+            **personal,
         }
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:

@@ -1,5 +1,6 @@
 """Federated stages of an experiment: clients from its data, rounds from its stages, and what clients see at the end."""
 
+import contextlib
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,30 +14,23 @@ from fedsieve.config import Experiment, Stage
 from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
 from fedsieve.federation.population import Population, make_population
 from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.rounds import Context, Federated, ServerState
 from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
+from fedsieve.model.build import OnFeatures
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.setup import Setup, feature_feeds
+from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.wire.ledger import Direction, Ledger
 
 Watch = Callable[[], dict[str, float]]
 CLIENTS = "clients.npz"
-
-
-class OnFeatures(nn.Module):
-    """The head of a classifier, under the names it has there."""
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.head(features)
+PERSONAL = "personal.npz"
 
 
 def populate(experiment: Experiment, setup: Setup) -> Population:
@@ -128,7 +122,7 @@ def fit_ridge(
         if context:
             people = context.population
             numbers = people.trainer(np.arange(people.trainers)).tolist()
-            clients = [(client, people.shards.client(client)) for client in numbers]
+            clients = [(client, people.examples(client)) for client in numbers]
 
         def count(client: int, direction: str, what: str, size: int) -> None:
             if context:
@@ -171,32 +165,55 @@ def client_summary(population: Population, correct: np.ndarray, labels: np.ndarr
         examples=population.counts.examples,
     )
     write_atomic(file, buffer.getvalue())
-    trained = np.ones(len(population), dtype=bool)
-    trained[population.strangers] = False
-    summary = spread(accuracy[trained])
-    if len(population.strangers):
-        summary["strangers"] = spread(accuracy[~trained])
-    return summary
+    return spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers))
 
 
-def spread(accuracy: np.ndarray) -> dict[str, Any]:
-    """Mean, standard deviation, worst decile (its mean) and worst of some clients' accuracies."""
-    known = np.sort(accuracy[np.isfinite(accuracy)])
-    if not len(known):
-        return {"clients": 0}
-    worst = known[: max(1, round(0.1 * len(known)))]
-    return {
-        "clients": len(known),
-        "mean": float(known.mean()),
-        "std": float(known.std()),
-        "worst_decile": float(worst.mean()),
-        "worst": float(known[0]),
-    }
+def personal_summary(
+    context: Context, stage: Mapping[str, Any], correct: np.ndarray, test: Feed, folder: Path
+) -> dict[str, Any]:
+    """How well personal models serve their clients, beside the global one, which got `correct` (T,) right.
+
+    `stage` is the summary of the last one. Details are in personal.npz.
+    """
+    population, settings = context.population, context.population.settings.personal
+    assert settings is not None
+    clients = chosen_clients(population, settings.clients)
+    labels = test.labels.cpu().numpy()
+    accuracy = {"global": client_accuracies(correct, labels, population.counts, len(population))[clients]}
+    models = PersonalModels(context, clients, _shared_mask(context.experiment, stage, folder), test)
+    accuracy |= {method: models.accuracies(method) for method in settings.methods}
+    strangers = np.isin(clients, population.strangers)
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        methods=np.array(list(accuracy)),
+        clients=clients,
+        strangers=clients[strangers],
+        accuracy=np.stack(list(accuracy.values())),
+    )
+    write_atomic(folder / PERSONAL, buffer.getvalue())
+    return {method: spread_apart(found, strangers) for method, found in accuracy.items()}
+
+
+def _shared_mask(experiment: Experiment, stage: Mapping[str, Any], folder: Path) -> Mask | None:
+    """The mask that the last stage ended with, from its file; None where it had none or clients had their own."""
+    last = experiment.stages[-1]
+    sieve = experiment.mask_of(last)
+    if sieve is None or sieve.scope == "client":
+        return None
+    for file in sorted((folder / "masks").glob(f"{last.name}*.safetensors")):
+        with contextlib.suppress(FedsieveError):  # another's file may be damaged
+            if (mask := Mask.load(file)).id == stage["mask_id"]:
+                return mask
+    raise FedsieveError(
+        f"{folder / 'masks'}: the mask of stage {last.name}, which personal models need, is missing or damaged", 1
+    )
 
 
 def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, setup: Setup) -> dict[str, Any]:
     """What the summary says of a federated stage beside what it says of any."""
     described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
+    described |= {key: value for key, value in state.chosen.items() if key.startswith("client_val_")}
     sieve = experiment.mask_of(stage)
     if sieve is None:
         return described

@@ -11,7 +11,9 @@ from fedsieve.data.sources import count_images
 from fedsieve.data.store import free_memory
 from fedsieve.model.build import trainable_names
 from fedsieve.model.space import ParamSpace
+from fedsieve.report.html import size
 from fedsieve.runner.environment import device_name
+from fedsieve.runner.estimate import Estimate, People, estimate
 from fedsieve.runner.setup import blank_model, preflight
 from fedsieve.train.sieve import taking_part
 
@@ -35,18 +37,39 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
             f"{experiment.model.backbone} at {experiment.data.size} px: {everything.size:,} weights, {size(4 * everything.size)}",
         ),
     ]
+    people, images = None, float(train)
+    if experiment.federation:
+        people = People.of(experiment)
+        images *= (1 - experiment.federation.client_validation) / people.clients
+        apart = f", {people.clients - people.trainers:,} of them strangers" if people.trainers < people.clients else ""
+        many = f"{people.clients:,}{apart}; {people.cohort:,} in a round, about {images:.0f} images each"
+        lines.append(("clients", many))
+    total = 0
+    sent: list[Estimate] = []
+    changed: dict[str, float] = {}  # how many weights of each tensor earlier stages changed
     for stage in experiment.stages:
         space = ParamSpace.of(model, trainable_names(model, stage.train))
-        steps = math.ceil(train / stage.batch_size)
+        sieve = experiment.mask_of(stage)
         cached = stage.train == "head" and experiment.data.transform == "resize"
+        length, steps = work(stage, people, images)
+        total += steps
         lines += [
-            (f"stage {stage.name}", f"{stage.epochs} epochs x {steps:,} steps of {stage.batch_size} images"),
-            ("  trains", trains(model, space, everything.size, experiment.mask_of(stage))),
+            (f"stage {stage.name}", length),
+            ("  trains", trains(model, space, everything.size, sieve)),
             ("  memory", memory(model, space, stage, experiment, cached)),
-            ("  bytes sent", "none: the training is central"),
         ]
+        if people:
+            taking = space.size if sieve is None else int(taking_part(sieve, model, space).sum())
+            before = round(sum(count for name, count in changed.items() if name not in space.names))
+            sent.append(estimate(experiment, stage, people, space, taking, before))
+            lines += bytes_lines(experiment, stage, sent[-1])
+            density = (1 - sieve.sparsity) * taking / space.size if sieve else 1.0
+            changed |= dict(zip(space.names, (density * math.prod(shape) for shape in space.shapes), strict=True))
+        else:
+            lines.append(("  bytes sent", "none: the training is central"))
     largest = max(ParamSpace.of(model, trainable_names(model, stage.train)).size for stage in experiment.stages)
-    total = sum((stage.epochs or 0) * math.ceil(train / stage.batch_size) for stage in experiment.stages)
+    if sent:
+        lines.append(("bytes in all", beside_dense(sent)))
     lines += [
         ("steps in all", f"{total:,}"),
         (
@@ -55,6 +78,46 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
         ),
     ]
     return lines
+
+
+def work(stage: Stage, people: People | None, images: float) -> tuple[str, int]:
+    """How long a stage is, in words and in steps; `images` are all, or those of one client."""
+    steps = math.ceil(images / stage.batch_size)
+    if stage.method == "ridge":
+        return f"closed form, {f'one round with all {people.trainers:,} clients' if people else 'one pass'}", 0
+    if people is None:
+        return f"{stage.epochs} epochs x {steps:,} steps of {stage.batch_size} images", stage.length * steps
+    steps = stage.local.steps or steps * (stage.local.epochs or 1)
+    text = f"{stage.length:,} rounds x {people.cohort:,} clients x {steps:,} steps of {stage.batch_size} images"
+    return text, stage.length * people.cohort * steps
+
+
+def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tuple[str, str]]:
+    """What a federated stage would send."""
+    clients = sent.exchanges // stage.length
+    most = "at most " if sent.at_most else ""
+
+    def ordinary(message: float, values: int, format: str) -> str:
+        if not values:
+            return "nothing"
+        return f"{size(clients * message)} a round: {clients:,} x {size(message)}, {values:,} values in {format}"
+
+    ridge = stage.method == "ridge"
+    up = ordinary(sent.message_up, sent.values_up, "fp64" if ridge else experiment.message.up)
+    down = ordinary(sent.message_down, sent.values_down, "fp32" if ridge else experiment.message.down)
+    lines = [("  bytes up", up), ("  bytes down", f"{most}{down}")]
+    if sent.extra_up or sent.extra_down:
+        lines.append(
+            ("  beside that", f"about {size(sent.extra_up)} up, {size(sent.extra_down)} down, for masks and newcomers")
+        )
+    return lines
+
+
+def beside_dense(sent: list[Estimate]) -> str:
+    """All bytes of a run, beside those of dense fp32 in the same rounds."""
+    total, dense = sum(part.total for part in sent), sum(part.dense_total for part in sent)
+    most = "at most" if any(part.at_most for part in sent) else "about"
+    return f"{most} {size(total)}, {100 * total / dense:.1f} % of dense fp32 ({size(dense)}); less where clients fail"
 
 
 def trains(model: nn.Module, space: ParamSpace, whole: int, sieve: Sieve | None) -> str:
@@ -73,6 +136,7 @@ def memory(model: nn.Module, space: ParamSpace, stage: Stage, experiment: Experi
     state = 4 * space.size * 4
     activations = saved_bytes(model, space, stage, experiment.data.size) if not cached else 0
     note = "; features of the frozen backbone are computed once" if cached else ""
+    note += ", for one client at a time" if experiment.federation and stage.method != "ridge" else ""
     if activations is None:
         return f"{size(state)} for weights and optimizer{note}"
     return f"{size(state)} for weights and optimizer, {size(activations)} for a batch in fp32{note}"
@@ -98,12 +162,3 @@ def saved_bytes(model: nn.Module, space: ParamSpace, stage: Stage, pixels: int) 
         del output
         return total
     return None
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError

@@ -77,6 +77,8 @@ def describe(record: dict[str, Any]) -> str:
         words += [f"loss {record['train_loss']:.3f}", f"train {100 * record['train_accuracy']:.1f} %"]
     if "val_accuracy" in record:
         words.append(f"val {100 * record['val_accuracy']:.1f} %")
+    if "client_val_accuracy" in record:
+        words.append(f"clients' val {100 * record['client_val_accuracy']:.1f} %")
     if "test_accuracy" in record:
         words.append(f"test {100 * record['test_accuracy']:.1f} %")
     if "drift" in record:

@@ -16,6 +16,7 @@ from fedsieve.data.splits import hold_out
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.personal import norm_names
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.adapters import check_reached
@@ -46,6 +47,9 @@ def preflight(experiment: Experiment) -> torch.device:
         space = ParamSpace.of(model, trainable_names(model, stage.train))
         if (sieve := experiment.mask_of(stage)) is not None:
             check_sieve(sieve, model, space)
+    personal = experiment.federation.personal if experiment.federation else None
+    if personal and "norms" in personal.methods:
+        norm_names(model)
     return device
 
 
@@ -181,7 +185,9 @@ def fit_stage(
     if mask is not None:
         mask.check(space)
         if stage.optimizer.rescale is None:  # which asks for the norm of the whole gradient
-            setup.undo = spare_frozen(setup.model, mask)
+            with setup.autocast():  # a GPU multiplies in bf16 faster than it gathers rows
+                slow = setup.device.type == "cpu" or not torch.is_autocast_enabled(setup.device.type)
+            setup.undo = spare_frozen(setup.model, mask, rows=slow)
     state = state or StageState.start(theta.detach().clone())
     train, validation, forward = setup.train, setup.validation, setup.model.__call__
     if stage.train == "head" and not setup.transform.random:

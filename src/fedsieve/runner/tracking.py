@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """A record is {"index": count from 1, "stage": name, "epoch": number, and what was measured}."""
+    """A record is {"index": count from 1, "stage": name, "epoch" or "round": number, and what was measured}."""
 
     def start(self, folder: Path, experiment: Experiment, history: list[Record]) -> None:
         """Begin, or go on with, the run in `folder`; `history` holds its records so far."""
@@ -217,11 +217,14 @@ class _Guarded:
 
 
 def _numbers(record: Record, prefix: str = "") -> dict[str, float]:
-    return {
-        prefix + name: float(value)
-        for name, value in record.items()
-        if isinstance(value, Real) and not isinstance(value, bool)
-    }
+    """The numbers of a record, those in a mapping under its name: `drift_by_block/blocks.3`."""
+    numbers: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            numbers |= _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            numbers[prefix + name] = float(value)
+    return numbers
 
 
 def _scalars(record: Record) -> dict[str, float]:

@@ -62,5 +62,26 @@ class Replay:
 
 
 def compiled(function: Callable[..., Tensor], speed: Speed) -> Callable[..., Tensor]:
-    """`function` through torch.compile where `speed` asks for it."""
-    return torch.compile(function, dynamic=False) if speed == "full" else function
+    """`function` through torch.compile where `speed` asks for it; what cannot be compiled runs as it is, with a warning."""
+    if speed != "full":
+        return function
+    chosen: Callable[..., Tensor] = torch.compile(function, dynamic=False)
+    tried = False
+
+    def call(*inputs: Tensor) -> Tensor:
+        nonlocal chosen, tried
+        try:
+            return chosen(*inputs)
+        except Exception as error:  # compilers fail in their own ways
+            if tried:
+                raise
+            first = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            warnings.warn(
+                f"torch.compile cannot take this network, which runs without it, slower: {first}", stacklevel=2
+            )
+            chosen = function
+            return function(*inputs)
+        finally:
+            tried = True
+
+    return call

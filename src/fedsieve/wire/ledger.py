@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,18 @@ from fedsieve.errors import FedsieveError
 
 COLUMNS = "stage,round,client,direction,what,bytes,status"
 Direction = Literal["up", "down"]
+
+
+class Line(NamedTuple):
+    """One message: `size` in bytes, `status` "ok" or the reason why it was refused."""
+
+    stage: str
+    round: int  # from 0
+    client: int
+    direction: Direction
+    what: str
+    size: int
+    status: str
 
 
 class Ledger:
@@ -28,8 +40,8 @@ class Ledger:
             self._file.write(f"{COLUMNS}\n".encode())
         self._file.flush()
         self.total: dict[str, int] = {"up": 0, "down": 0}
-        for _, _, direction, size in _rows(self.path):
-            self.total[direction] += size
+        for line in lines(self.path):
+            self.total[line.direction] += line.size
 
     def add(
         self, stage: str, round: int, client: int, direction: Direction, what: str, size: int, status: str = "ok"
@@ -57,9 +69,9 @@ class Ledger:
 def totals(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The bytes up and down of each stage, int64 arrays over its rounds from 0; a last line that was cut is left out."""
     sums: dict[str, dict[str, dict[int, int]]] = {}
-    for stage, round, direction, size in _rows(Path(path)):
-        by_round = sums.setdefault(stage, {"up": {}, "down": {}})[direction]
-        by_round[round] = by_round.get(round, 0) + size
+    for line in lines(path):
+        by_round = sums.setdefault(line.stage, {"up": {}, "down": {}})[line.direction]
+        by_round[line.round] = by_round.get(line.round, 0) + line.size
     result = {}
     for stage, both in sums.items():
         rounds = 1 + max(max(by_round, default=0) for by_round in both.values())
@@ -68,11 +80,13 @@ def totals(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return result
 
 
-def _rows(path: Path) -> Iterator[tuple[str, int, Direction, int]]:
+def lines(path: str | Path) -> Iterator[Line]:
+    """Every message of a ledger; a last line that was cut is left out."""
     with open(path, encoding="utf-8") as file:
         next(file, None)
-        for line in file:
-            if not line.endswith("\n"):
+        for text in file:
+            if not text.endswith("\n"):
                 return
-            stage, round, _, direction, _, size, _ = line.split(",", 6)
-            yield stage, int(round), "up" if direction == "up" else "down", int(size)
+            stage, round, client, direction, what, size, status = text.rstrip("\n").split(",", 6)
+            way: Direction = "up" if direction == "up" else "down"
+            yield Line(stage, int(round), int(client), way, what, int(size), status)

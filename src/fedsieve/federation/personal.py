@@ -1,0 +1,199 @@
+"""Personal models: what single clients make of the global model at the end, each tested as its client sees the world.
+
+Every client starts from the global weights, adapts some of them to its own images, and is tested on the test set weighted
+to its own shares of classes. Nothing is sent or chosen, and the model is left as it was, to the bit.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsieve.config import Correction, PersonalMethod, Sieve
+from fedsieve.data.partitions import label_weights
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.executors import Cohort, Stacked, Task, make_executor
+from fedsieve.federation.population import Population
+from fedsieve.federation.rounds import Context, blended, client_mask
+from fedsieve.federation.work import local_work
+from fedsieve.mask.calibration import maskable
+from fedsieve.mask.mask import Mask
+from fedsieve.model.adapters import part_of
+from fedsieve.model.build import Classifier, OnFeatures, trainable_names
+from fedsieve.model.space import ParamSpace
+from fedsieve.randomness import generator
+from fedsieve.train.feed import Feed, with_features
+from fedsieve.train.loop import EVALUATION_BATCH, predict
+
+
+def chosen_clients(population: Population, count: int | None) -> np.ndarray:
+    """The clients that get a personal model, ascending: `count` of all, drawn by the seed, strangers among them."""
+    count = min(count or len(population), len(population))
+    return np.sort(generator(population.seed, "personal clients").choice(len(population), count, replace=False))
+
+
+def norm_names(model: nn.Module) -> list[str]:
+    """The weights and biases of all norm layers; a network without one is refused."""
+    space = ParamSpace.of(model)
+    try:
+        taking = maskable(space, model, ["norm"])
+    except FedsieveError:
+        raise FedsieveError("federation.personal.methods: norms: this network has no norm layers") from None
+    return [name for name, start in zip(space.names, space.offsets, strict=False) if taking[start]]
+
+
+class PersonalModels:
+    """The personal models of some clients. `mask` is the last stage's, where all clients shared one."""
+
+    def __init__(self, context: Context, clients: np.ndarray, mask: Mask | None, test: Feed) -> None:
+        experiment = context.experiment
+        assert experiment.federation and experiment.federation.personal and isinstance(context.model, Classifier)
+        self.context, self.model, self.settings = context, context.model, experiment.federation.personal
+        self.clients, self.mask, self.test = clients.tolist(), mask, test
+        self.stage = experiment.stages[-1]
+        self.sparse = next((stage for stage in reversed(experiment.stages) if experiment.mask_of(stage)), None)
+        examples = [context.population.examples(client) for client in self.clients]
+        self.train = context.train.take(np.concatenate(examples))
+        self.places = np.split(np.arange(len(self.train)), np.cumsum([len(mine) for mine in examples])[:-1])
+        self.test_labels = test.labels.cpu().numpy()
+
+    def accuracies(self, method: PersonalMethod) -> np.ndarray:
+        """The accuracy of each client's model, (clients,); NaN where none of its classes is tested."""
+        self.context.say(f"personal models: {method}, {len(self.clients):,} clients")
+        space = self._space(method)
+        theta = space.bind(self.model)
+        weights = theta.detach()  # a view
+        start = weights.clone()
+        mask = self.mask if method in ("local", "blend") else None
+        support = None if mask is None else mask.indices().to(theta.device)
+        trained = slice(None) if support is None else support
+        train, test = self.train, self.test
+        if all(part_of(name) == "head" for name in space.names):
+            train, test = self._features
+        if method == "blend":
+            models = self._blended(start[trained])
+        else:
+            models = self._trained(method, space, theta, support, train)
+        found = np.empty(len(self.clients))
+        for number, values in models:
+            weights[trained] = values
+            found[number] = self._accuracy(self.clients[number], test)
+            weights.copy_(start)
+        return found
+
+    def _space(self, method: PersonalMethod) -> ParamSpace:
+        """What a method trains."""
+        if method == "norms":
+            return ParamSpace.of(self.model, norm_names(self.model))
+        if method == "head":
+            return ParamSpace.of(self.model, trainable_names(self.model, "head"))
+        stage = self.sparse if method == "mask" else self.stage
+        assert stage is not None
+        return ParamSpace.of(self.model, trainable_names(self.model, stage.train))
+
+    def _blended(self, start: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for number, client in enumerate(self.clients):
+            yield number, blended(self.context, start, client, self.stage.name)
+
+    def _trained(
+        self, method: PersonalMethod, space: ParamSpace, theta: Tensor, support: Tensor | None, feed: Feed
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Each client's number and the values (k,) that it ends with, as soon as they are there."""
+        context, settings, seed = self.context, self.settings, self.context.experiment.seed
+        sieve = self._own_sieve(method)
+        start = theta.detach().clone() if support is None else theta.detach()[support]
+        forward, optimizer = self._on(feed), settings.optimizer
+        task = Task(forward, space, theta, feed, optimizer, Correction(), context.autocast, context.speed)
+        executor = make_executor(
+            context.executor,
+            task,
+            support,
+            min(context.experiment.clients_at_once or context.population.cohort_size, len(self.clients)),
+            min(settings.batch_size, max(len(places) for places in self.places)),
+            context.say,
+        )
+        first = 0
+        while first < len(self.clients):  # in groups, so that memory does not grow with the clients
+            group = range(len(self.clients))[first : first + (executor.clients if isinstance(executor, Stacked) else 1)]
+            works = [
+                local_work(
+                    self.clients[number],
+                    self.places[number],
+                    settings.local,
+                    settings.batch_size,
+                    feed,
+                    seed,
+                    "personal",
+                    method,
+                )
+                for number in group
+            ]
+            holds = None
+            if sieve is not None:
+                masks = [self._own_mask(method, sieve, space, self.clients[number]) for number in group]
+                holds = torch.stack([mask.to_bool(theta.device) for mask in masks])
+            for trained in executor.train(Cohort(works, start, holds), optimizer.lr):
+                for place, moved in zip(trained.clients, trained.moved, strict=True):
+                    yield group[place], start + moved
+            first = group.stop
+
+    def _own_sieve(self, method: PersonalMethod) -> Sieve | None:
+        """How clients make masks of their own; None where they train the same weights."""
+        stage = {"mask": self.sparse, "local": self.stage}.get(method)
+        sieve = self.context.experiment.mask_of(stage) if stage else None
+        return sieve if sieve and (method == "mask" or sieve.scope == "client") else None
+
+    def _own_mask(self, method: PersonalMethod, sieve: Sieve, space: ParamSpace, client: int) -> Mask:
+        """By `mask` a new one; by `local` the one that the client had in the last stage, or a new one if it never trained."""
+        bits = self.context.store.get(client).get(f"{self.stage.name}.mask") if method == "local" else None
+        if bits is not None:
+            return Mask(space, bits.numpy())
+        return client_mask(self.context, sieve, space, client, "personal")
+
+    @cached_property
+    def _features(self) -> tuple[Feed, Feed]:
+        """Own and test images as features of the global backbone; own ones stay images where they change at random."""
+        backbone, autocast = self.model.backbone, self.context.autocast
+        test = with_features(self.test, backbone, EVALUATION_BATCH, autocast)
+        if self.train.transform.random:
+            return self.train, test
+        return with_features(self.train, backbone, EVALUATION_BATCH, autocast), test
+
+    def _on(self, feed: Feed) -> nn.Module:
+        """What is called on the inputs of a feed."""
+        return self.model if feed.features is None else OnFeatures(self.model.head)
+
+    def _accuracy(self, client: int, test: Feed) -> float:
+        """The accuracy of the model as it is, on the test images of the client's classes, weighted to its shares."""
+        weights = label_weights(self.context.population.counts, client, self.test_labels)
+        rows = np.flatnonzero(weights > 0)
+        if not len(rows):
+            return float("nan")
+        mine = test.take(rows)
+        logits = predict(self._on(mine), mine, self.context.autocast)
+        # A model that diverged is right about nothing.
+        correct = (logits.argmax(1) == mine.labels) & logits.isfinite().all(1)
+        return float(weights[rows] @ correct.cpu().numpy())
+
+
+def spread(accuracy: np.ndarray) -> dict[str, Any]:
+    """Mean, standard deviation, worst decile (its mean) and worst of some clients' accuracies."""
+    known = np.sort(accuracy[np.isfinite(accuracy)])
+    if not len(known):
+        return {"clients": 0}
+    worst = known[: max(1, round(0.1 * len(known)))]
+    return {
+        "clients": len(known),
+        "mean": float(known.mean()),
+        "std": float(known.std()),
+        "worst_decile": float(worst.mean()),
+        "worst": float(known[0]),
+    }
+
+
+def spread_apart(accuracy: np.ndarray, strangers: np.ndarray) -> dict[str, Any]:
+    """The `spread` of clients that may train and, where there are any, of strangers; `strangers` (clients,) is bool."""
+    return spread(accuracy[~strangers]) | ({"strangers": spread(accuracy[strangers])} if strangers.any() else {})

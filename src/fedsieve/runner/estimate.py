@@ -1,0 +1,149 @@
+"""The bytes that a federated stage would send, from its formats and sizes alone."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from fedsieve.config import Experiment, Sieve, Stage
+from fedsieve.data.sources import load_column
+from fedsieve.federation.ridge import SCALES, statistics_space
+from fedsieve.mask.calibration import RULES, densities
+from fedsieve.model.space import ParamSpace
+from fedsieve.wire.bits import entropy
+from fedsieve.wire.codec import OVERHEAD, Coding, dense_bytes
+
+
+@dataclass(frozen=True)
+class People:
+    """How many clients there are, may train, and train in a round."""
+
+    clients: int
+    trainers: int
+    cohort: int
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "People":
+        settings = experiment.federation
+        assert settings is not None
+        clients = settings.clients or 100
+        if settings.partition.kind == "natural":
+            assert settings.partition.column is not None
+            clients = len(np.unique(load_column(experiment.data, "train", settings.partition.column)))
+        trainers = max(1, clients - round(settings.held_out * clients))
+        share = settings.cohort
+        cohort = share if isinstance(share, int) else max(1, round(share * trainers))
+        return cls(clients, trainers, min(cohort, trainers))
+
+    def met(self, rounds: float) -> float:
+        """How many different clients take part in so many rounds, on average."""
+        return self.trainers * (1 - (1 - self.cohort / self.trainers) ** rounds)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a stage in which no client fails."""
+
+    message_up: float  # one client's, in an ordinary round
+    message_down: float
+    values_up: int  # in such a message
+    values_down: int
+    at_most: bool  # the server sends the union of several masks, which is not known before
+    extra_up: float  # all that does not come with every round: scores, masks, what earlier stages changed
+    extra_down: float
+    exchanges: int  # messages each way over all rounds
+    dense: int  # bytes of all of the stage's weights in fp32
+
+    @property
+    def total(self) -> float:
+        up, down = self.exchanges * self.message_up, self.exchanges * self.message_down
+        return up + down + self.extra_up + self.extra_down
+
+    @property
+    def dense_total(self) -> int:
+        return 2 * self.exchanges * self.dense
+
+
+def estimate(
+    experiment: Experiment, stage: Stage, people: People, space: ParamSpace, taking: int, before: int
+) -> Estimate:
+    """What a stage would send: `taking` of its weights may be in a mask, and earlier stages changed `before` others."""
+    settings = experiment.federation
+    assert settings is not None
+    if stage.method == "ridge":
+        return _ridge(experiment, stage, space, people)
+    sieve, rounds = experiment.mask_of(stage), stage.length
+    k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
+    share = sum(device.share * device.density for device in settings.devices) or 1.0
+    own = sieve is not None and sieve.scope == "client"
+    masks = 1 + (rounds - 1) // sieve.refresh if sieve and sieve.refresh else 1
+    moved = min(taking, people.trainers * k) if own else min(taking, masks * k) if sieve else k
+    message = experiment.message
+    up, down = Coding(message.up, message.group, message.top_k), Coding(message.down, message.group)
+    kept = up.kept(max(1, round(share * k)))
+    positions = entropy([kept], [round(share * k)]) / 8 if up.top_k else 0.0
+    both = 2 if settings.correction.kind == "scaffold" else 1
+    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks) if sieve else (0.0, 0.0)
+    extra_down += people.met(rounds) * 4 * before
+    if settings.client_validation:
+        extra_up += people.cohort * math.ceil(rounds / settings.evaluate_every) * (OVERHEAD + 16)
+    if settings.blend:
+        extra_up, extra_down = extra_up + people.trainers * (OVERHEAD + 4 * k), extra_down + people.trainers * 4 * k
+    return Estimate(
+        message_up=both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
+        message_down=both * (OVERHEAD + down.size(moved) + _indices(down, space, moved)),
+        values_up=both * kept,
+        values_down=both * moved,
+        at_most=own or masks > 1,
+        extra_up=extra_up,
+        extra_down=extra_down,
+        exchanges=rounds * people.cohort,
+        dense=dense_bytes(space),
+    )
+
+
+def _indices(coding: Coding, space: ParamSpace, k: int) -> float:
+    """Bytes of the indices of k weights in coo, spread evenly over the tensors."""
+    if coding.format != "coo":
+        return 0.0
+    places = sum(len(shape) * math.prod(shape) for shape in space.shapes)
+    return 8 * k * places / max(space.size, 1)
+
+
+def _masks(
+    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int
+) -> tuple[float, float]:
+    """Bytes up and down that making masks and sending them takes."""
+    size = OVERHEAD + entropy([k], [taking]) / 8
+    if sieve.scope == "client":
+        # Each client's mask goes up once; the union goes down again whenever it has grown, and costs most when half full.
+        union = OVERHEAD + entropy([min(moved, taking // 2)], [taking]) / 8
+        return people.met(rounds) * size, rounds * people.cohort * union
+    travels = people.met(rounds / masks) * size if sieve.rule != "random" else 0.0
+    if sieve.scope == "public" or RULES[sieve.rule].score not in ("fisher", "hybrid"):
+        return 0.0, masks * travels
+    scoring = min(sieve.clients or people.cohort, people.trainers)
+    shares = densities(sieve.sparsity, sieve.calibration_rounds, sieve.schedule)[:-1]
+    active = [taking, *(round(share * taking) for share in shares)]
+    scores = sum(OVERHEAD + 4 * count for count in active)
+    steps = sum(OVERHEAD + entropy([new], [old]) / 8 for old, new in pairwise(active))
+    return masks * scoring * scores, masks * (travels + scoring * steps)
+
+
+def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: People) -> Estimate:
+    """A closed-form head: every client sends its sums once, and losses where nothing else can fit a temperature."""
+    classes, width = space.shapes[space.names.index("head.weight")]
+    size = statistics_space(width, classes).size
+    asks = stage.ridge.temperature is None and experiment.data.val_fraction == 0
+    return Estimate(
+        message_up=OVERHEAD + 8 * size + (8 * len(SCALES) if asks else 0),
+        message_down=dense_bytes(space) if asks else 0,
+        values_up=size,
+        values_down=space.size if asks else 0,
+        at_most=False,
+        extra_up=0.0,
+        extra_down=0.0,
+        exchanges=people.trainers,
+        dense=dense_bytes(space),
+    )

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.linear_model import Ridge as Reference
+
+from fedsieve import run
+from fedsieve.config import Ridge
+from fedsieve.federation.ridge import federated_ridge, fit_scale, statistics, statistics_space
+
+
+def features(count: int, width: int, classes: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, count)
+    centres = rng.normal(size=(classes, width))
+    return torch.from_numpy((centres[labels] + rng.normal(size=(count, width))).astype(np.float32)), torch.from_numpy(
+        labels
+    )
+
+
+def silent(*_):
+    pass
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 9), st.integers(0, 2**31), st.floats(1e-4, 10))
+def test_every_partition_gives_the_centralised_solution(clients, seed, strength):
+    """Any split of the images over clients, empty clients too, against scikit-learn on all of them."""
+    phi, labels = features(60, 5, 4, seed % 1000)
+    holder = np.random.default_rng(seed).integers(0, clients, 60)
+    parts = [(client, np.flatnonzero(holder == client)) for client in range(clients)]
+    weight, bias, chosen = federated_ridge(
+        Ridge(strength=strength, temperature=1.0), phi, labels, 4, parts, None, silent
+    )
+    reference = Reference(alpha=strength * 60).fit(phi.double().numpy(), F.one_hot(labels, 4).double().numpy())
+    np.testing.assert_allclose(weight.numpy(), reference.coef_, atol=1e-6)
+    np.testing.assert_allclose(bias.numpy(), reference.intercept_, atol=1e-6)
+    assert chosen == {"strength": strength, "temperature": 1.0}
+
+
+def test_the_temperature_is_the_most_likely_one():
+    _, labels = features(400, 6, 3)
+    logits = F.one_hot(labels, 3) + 0.7 * torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
+    scale = fit_scale(logits, labels)
+    losses = {s: F.cross_entropy(logits.double() * s, labels).item() for s in np.geomspace(0.5, 200, 400)}
+    assert F.cross_entropy(logits.double() * scale, labels).item() <= min(losses.values()) + 1e-9
+
+
+def test_strength_and_temperature_are_chosen_on_validation_or_on_the_clients_own_images():
+    phi, labels = features(300, 20, 5)
+    parts = [(0, np.arange(100)), (1, np.arange(100, 200))]
+    sent = []
+    held = (phi[200:], labels[200:])
+    weight, bias, _ = federated_ridge(Ridge(), phi, labels, 5, parts, held, lambda *row: sent.append(row))
+    right = ((held[0].double() @ weight.T + bias).argmax(1) == held[1]).double().mean()
+    for strength in (1e-6, 1.0, 10.0):
+        other = federated_ridge(Ridge(strength=strength), phi, labels, 5, parts, held, silent)
+        assert right >= ((held[0].double() @ other[0].T + other[1]).argmax(1) == held[1]).double().mean()
+    assert [row[:3] for row in sent] == [(0, "up", "statistics"), (1, "up", "statistics")]
+    sent.clear()
+    _, _, blind = federated_ridge(Ridge(), phi, labels, 5, parts, None, lambda *row: sent.append(row))
+    assert blind["strength"] == 1e-3 and 0.005 < blind["temperature"] < 1
+    assert {row[2] for row in sent} == {"statistics", "head", "losses"}
+
+
+def test_half_of_a_symmetric_matrix_travels():
+    phi, labels = features(10, 4, 3)
+    values = statistics(phi, labels, 3)
+    assert len(values) == statistics_space(4, 3).size == 15 + 15
+
+
+@pytest.mark.parametrize("federation", [True, False])
+def test_a_ridge_head_is_a_stage(tiny, federated, tmp_path, federation):
+    stages = "stages=[{name: head, train: head, method: ridge}]"
+    summary = run((federated if federation else tiny)(stages), tmp_path / "run")
+    assert summary["test_accuracy"] > 0.4
+    assert summary["stages"]["head"]["best_at"] == 1
+    if federation:
+        assert summary["bytes_up"] > 0 and summary["rounds"] == 1
+
+
+def test_federated_and_central_ridge_heads_are_the_same(tiny, federated, tmp_path):
+    stages = "stages=[{name: head, train: head, method: ridge}]"
+    one = run(federated(stages), tmp_path / "one")
+    same = [stages, "seed=2", "data.val_fraction=0.2"]
+    other = run(tiny(*same), tmp_path / "other")
+    assert one["test_accuracy"] == other["test_accuracy"]
+    assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-5)

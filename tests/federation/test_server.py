@@ -1,0 +1,49 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsieve.config import Server
+from fedsieve.federation.server import carried, server_step
+
+
+def reference(settings, deltas):
+    """Reddi et al. 2021, algorithms 1 and 2, one number at a time."""
+    x, m, v, tau = 0.0, 0.0, settings.tau**2, settings.tau
+    for delta in deltas:
+        if settings.optimizer == "sgd":
+            x += settings.lr * delta
+        elif settings.optimizer == "momentum":
+            m = settings.momentum * m + delta
+            x += settings.lr * m
+        else:
+            m = settings.momentum * m + (1 - settings.momentum) * delta
+            if settings.optimizer == "adagrad":
+                v = v + delta**2
+            elif settings.optimizer == "yogi":
+                v = v - (1 - settings.beta2) * delta**2 * math.copysign(1, v - delta**2) * (v != delta**2)
+            else:
+                v = settings.beta2 * v + (1 - settings.beta2) * delta**2
+            x += settings.lr * m / (math.sqrt(v) + tau)
+    return x
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi", "adagrad"])
+def test_server_optimizers_equal_the_paper(optimizer):
+    settings = Server(optimizer=optimizer, lr=0.3, momentum=0.8, beta2=0.9, tau=0.01)
+    deltas = np.random.default_rng(0).normal(size=(6, 4))
+    theta, state = torch.zeros(4, dtype=torch.float64), {}
+    for delta in deltas:
+        theta += server_step(settings, settings.lr, torch.from_numpy(delta), state)
+    np.testing.assert_allclose(theta.numpy(), [reference(settings, column) for column in deltas.T])
+
+
+@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)))
+def test_what_was_learnt_of_a_weight_goes_with_it(old, new):
+    places = [torch.tensor(sorted(part), dtype=torch.int64) for part in (old, new)]
+    values = 100.0 + places[0]
+    found = carried(values, places[0], places[1], fill=-1.0)
+    assert found.tolist() == [100.0 + place if place in old else -1.0 for place in sorted(new)]

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.store import ClientStore
+
+
+def test_what_is_put_is_remembered_in_memory_and_on_disk(tmp_path):
+    store = ClientStore(tmp_path)
+    assert store.get(3) == {}
+    store.put(3, 1, a=torch.ones(2))
+    store.put(3, 2, b=torch.zeros(1))
+    assert set(store.get(3)) == {"a", "b"} and not list(tmp_path.iterdir())
+    table = store.write(2)
+    again = ClientStore(tmp_path, table)
+    assert torch.equal(again.get(3)["a"], torch.ones(2)) and set(again.get(3)) == {"a", "b"}
+
+
+def test_going_back_to_a_checkpoint_goes_back_in_memory(tmp_path):
+    store = ClientStore(tmp_path)
+    store.put(0, 1, a=torch.tensor([1.0]))
+    first = store.write(1)
+    store.put(0, 2, a=torch.tensor([2.0]))
+    second = store.write(2)
+    store.put(0, 3, a=torch.tensor([3.0]))
+    store.write(3)
+    store.prune([first, second])
+    assert ClientStore(tmp_path, first).get(0)["a"].item() == 1
+    assert ClientStore(tmp_path, second).get(0)["a"].item() == 2
+    assert len(list(tmp_path.glob("0/*"))) == 2
+
+
+def test_versions_are_never_written_over(tmp_path):
+    """Also not when memory is full and a round is written twice."""
+    store = ClientStore(tmp_path, memory=8)
+    store.put(0, 5, a=torch.tensor([1.0, 1.0, 1.0]))
+    first = store.write(5)
+    store.put(0, 5, a=torch.tensor([2.0, 2.0, 2.0]))
+    assert ClientStore(tmp_path, first).get(0)["a"][0].item() == 1
+    assert store.get(0)["a"][0].item() == 2
+
+
+def test_a_damaged_memory_is_named(tmp_path):
+    store = ClientStore(tmp_path)
+    store.put(4, 0, a=torch.ones(1))
+    table = store.write(0)
+    next(tmp_path.glob("4/*")).write_bytes(b"rubbish")
+    with pytest.raises(FedsieveError, match="client 4"):
+        ClientStore(tmp_path, table).get(4)

@@ -1,0 +1,93 @@
+import re
+
+import pytest
+
+from fedsieve import run
+from fedsieve.cli import _show_summary
+from fedsieve.config import parse_config
+from fedsieve.report.html import size
+from fedsieve.runner.plan import plan
+from fedsieve.wire.ledger import lines, totals
+
+CONFIG = """
+name: planned
+seed: 1
+device: cpu
+data: {source: digits, size: 8, normalize: half, val_fraction: 0.2}
+model:
+  backbone: vit_tiny_patch16_224
+  options: {patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}
+  weights: none
+mask: {rule: least_sensitive, sparsity: 0.8, calibration_rounds: 2, fisher: {samples: 20}}
+federation: {clients: 10, cohort: 3, held_out: 0.2, partition: {kind: classes, nc: 3}}
+message: {up: int8, down: fp16}
+stages:
+  - {name: head, train: head, method: ridge}
+  - {name: backbone, train: backbone, sparse: true, rounds: 4, local: {steps: 2}, batch_size: 16}
+tracking: []
+"""
+
+
+def planned(*overrides):
+    rows, found = plan(parse_config(CONFIG, overrides)), {}
+    stage = ""
+    for what, how_much in rows:
+        stage = what.removeprefix("stage ") if what.startswith("stage") else stage if what.startswith(" ") else ""
+        found[stage, what.strip() if not what.startswith("stage") else ""] = how_much
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return run(parse_config(CONFIG), folder), folder
+
+
+def amount(text):
+    number, unit = re.search(r"([\d.]+) (B|KB|MB)", text).groups()
+    return float(number) * {"B": 1, "KB": 1e3, "MB": 1e6}[unit]
+
+
+def test_a_plan_gives_the_bytes_that_the_run_then_sends(finished):
+    summary, folder = finished
+    found = planned()
+    assert found["", "clients"] == "10, 2 of them strangers; 3 in a round, about 115 images each"
+    assert found["head", ""] == "closed form, one round with all 8 clients"
+    assert found["backbone", ""] == "4 rounds x 3 clients x 2 steps of 16 images"
+    up, _ = totals(folder / "ledger.csv")["backbone"]
+    messages = {(line.direction, line.what): line.size for line in lines(folder / "ledger.csv") if line.round == 3}
+    assert f"{size(up[3])} a round: 3 x {size(messages['up', 'update'])}," in found["backbone", "bytes up"]
+    assert f"3 x {size(messages['down', 'model'])}," in found["backbone", "bytes down"]
+    sent = summary["bytes_up"] + summary["bytes_down"]
+    assert amount(found["", "bytes in all"]) == pytest.approx(sent, rel=0.1)
+    assert found["", "steps in all"] == "24"
+
+
+def test_what_cannot_be_known_before_is_a_bound():
+    own = planned("mask.scope=client")
+    assert own["backbone", "bytes down"].startswith("at most") and own["", "bytes in all"].startswith("at most")
+    assert not planned()["backbone", "bytes down"].startswith("at most")
+
+
+def test_twice_as_much_travels_with_control_variates():
+    plain, scaffold = planned(), planned("federation.correction.kind=scaffold")
+    for way in ("bytes up", "bytes down"):
+        once, twice = amount(plain["backbone", way]), amount(scaffold["backbone", way])
+        assert twice == pytest.approx(2 * once, rel=0.02)
+
+
+def test_a_central_plan_sends_nothing(tiny):
+    rows = dict(plan(tiny()))
+    assert rows["  bytes sent"] == "none: the training is central" and "clients" not in rows
+    assert rows["stage head"].startswith("2 epochs x")
+
+
+def test_the_summary_of_a_federated_run_is_in_rounds_and_bytes(finished, capsys):
+    summary, folder = finished
+    _show_summary(summary | {"refused": {"crash": 2, "late": 1}}, folder)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "chosen round" in told and "epoch" not in told
+    assert f"5 rounds, {size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down, " in told
+    assert "% of dense fp32 FedAvg" in told and "refused: 2 crash, 1 late" in told
+    assert f"worst decile {100 * summary['client_accuracy']['worst_decile']:.2f} %, last drift" in told
+    assert (folder / "report.html").exists()
