@@ -17,12 +17,14 @@ from fedsieve.bench.result import Result, synchronize
 from fedsieve.config import Data, Experiment, parse_config
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
+from fedsieve.federation.executors import Cohort, Sequential, Trained
 from fedsieve.federation.population import make_population
 from fedsieve.federation.rounds import Context, Federated
 from fedsieve.federation.store import ClientStore
 from fedsieve.model.build import Classifier, build_classifier, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
+from fedsieve.runner.checkpoint import save_checkpoint
 from fedsieve.runner.environment import make_autocast
 from fedsieve.train.feed import Feed
 from fedsieve.train.replay import Speed
@@ -168,31 +170,60 @@ def rounds(device: torch.device, smoke: bool) -> Result:
 
 
 def overhead(device: torch.device, smoke: bool) -> Result:
-    """ViT-Ti/16, density 0.1, 10 clients: what a one-step round takes, and what of it is not the local step."""
-    large = device.type == "cuda" and not smoke
+    """What a round costs beyond its local steps: one-step rounds on a GPU; on a CPU, rounds whose clients do nothing."""
     result = Result(
-        ("pixels", "round, ms", "local steps, ms", "beyond them, ms"),
-        note="ViT-Ti/16 (a small ViT on a CPU), shared mask at density 0.1, 10 clients, one local step of 50 images each; "
-        "messages int8 up, fp16 down, encoded, decoded and counted; no evaluation, no checkpoint.",
+        ("network", "round, ms", "local steps, ms", "beyond them, ms", "checkpoint, ms"),
+        note="Shared mask at density 0.1, 10 clients, one local step of 50 images each; messages int8 up, fp16 down, encoded, "
+        "decoded and counted; no evaluation. On a CPU the local steps are left out, and clients send random updates.",
     )
-    for pixels in (64, 224) if large else (16,):
-        experiment = make_experiment("vit_tiny_patch16_224", "{}" if large else SMALL, pixels, 10, 50, "{steps: 1}")
-        feed = make_feed(experiment, 5000 if large else 200, device)
+    gpu, small = device.type == "cuda", ("a small ViT", "vit_tiny_patch16_224", SMALL, 16)
+    tiny, large = (
+        [(f"{name}, {pixels} px", network, "{}", pixels) for pixels in (64, 224)]
+        for name, network in (("ViT-Ti/16", "vit_tiny_patch16_224"), ("ViT-S/16", "vit_small_patch16_224"))
+    )
+    repeats = 3 if smoke else 20
+    for name, network, options, pixels in [small] if smoke else [*tiny, *large[:1]] if gpu else [tiny[0], large[0]]:
+        experiment = make_experiment(network, options, pixels, 10, 50, "{steps: 1}")
+        feed = make_feed(experiment, 200 if smoke else 5000, device)
         model = build_classifier(experiment.model, 100, pixels, 0).to(device)
-        cuda = device.type == "cuda"
         with federation(
-            experiment, model, feed, "stacked" if cuda else "sequential", "graph" if cuda else "eager"
+            experiment, model, feed, "stacked" if gpu else "sequential", "graph" if gpu else "eager"
         ) as stage:
+            if not gpu:
+                _leave_out_training(stage)
             going = stage.rounds()
             next(going)
-            repeats = 3 if smoke else 20
             whole = [_seconds(lambda going=going: next(going), device, 1) for _ in range(repeats)]  # type: ignore[misc]
-            inside = _time_training(stage, device)  # apart, since waiting for it would slow the round down
-            for _ in range(repeats):
-                next(going)
-        took, local = 1e3 * statistics.median(whole), 1e3 * statistics.median(inside)
-        result.rows.append((f"{pixels}", f"{took:.1f}", f"{local:.1f}", f"{took - local:.1f}"))
+            inside = [0.0]
+            if gpu:
+                inside = _time_training(stage, device)  # apart, since waiting for it would slow the round down
+                for _ in range(repeats):
+                    next(going)
+            save = _seconds(lambda stage=stage: _save(stage), device, min(repeats, 5))  # type: ignore[misc]
+        took, local = statistics.median(whole), statistics.median(inside)
+        result.rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (took, local, took - local, save))))
     return result
+
+
+def _leave_out_training(stage: Federated) -> None:
+    """Let clients send random updates instead of training."""
+
+    def idle(cohort: Cohort, lr: float) -> Iterator[Trained]:
+        count, k = len(cohort.works), cohort.start.shape[-1]
+        if not updates:
+            updates.append(1e-3 * torch.randn(count, k, generator=torch.Generator().manual_seed(0)))
+        yield Trained(range(count), updates[0], torch.ones(count, 3, dtype=torch.float64))
+
+    updates: list[Tensor] = []
+    executor = Sequential(stage.task, None)
+    executor.train = idle  # type: ignore[method-assign]
+    stage._running_executor = lambda: executor  # type: ignore[method-assign]
+
+
+def _save(stage: Federated) -> None:
+    """A checkpoint, as a run writes it."""
+    folder = stage.context.ledger.path.parent / "checkpoints"
+    save_checkpoint(folder, stage.state.round, stage.state.numbers(), stage.state.tensors(), keep=2)
 
 
 def _time_training(stage: Federated, device: torch.device) -> list[float]:

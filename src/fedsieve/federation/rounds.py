@@ -75,11 +75,24 @@ class ServerState:
         """Everything but the tensors."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in TENSORS}
 
+    def __post_init__(self) -> None:
+        self.places: Tensor | None = None  # the weights of `moved`, by number: only these need saving
+
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, by names that `restore` understands."""
+        """All tensors, by names that `restore` understands; of vectors, what may differ from the stage's start."""
         own = {name: getattr(self, name) for name in TENSORS if name != "server"}
         own |= {f"server.{name}": tensor for name, tensor in self.server.items()}
+        if self.places is not None:
+            for name in ("theta", "best"):
+                own[name] = None if own[name] is None else own[name].index_select(0, self.places)
         return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def complete(self, base: Tensor, moved: Tensor | None) -> None:
+        """After `restore`: make whole vectors of what was saved, laid over the weights that the stage starts from."""
+        for name in ("theta", "best"):
+            values = getattr(self, name)
+            if values is not None and moved is not None:
+                setattr(self, name, base.index_copy(0, moved, values))
 
     @classmethod
     def restore(cls, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> "ServerState":
@@ -139,6 +152,8 @@ class Federated:
         self.task = Task(
             forward, space, theta, feed, stage.optimizer, settings.correction, context.autocast, context.speed
         )
+        if state is not None and state.moved is not None:
+            state.complete(self.base, self._as_mask(state.moved).indices().to(self.device))
         self.state = state or ServerState(self.base.clone())
         self.up = Coding(self.message.up, self.message.group, self.message.top_k)
         self.down = Coding(self.message.down, self.message.group)
@@ -449,6 +464,7 @@ class Federated:
             moved = Mask.zeros(self.space)
         self.moved = moved
         self.moved_index = None if moved is None else moved.indices().to(self.device)
+        self.state.places = self.moved_index if self.state.moved is not None else None
 
     def _tier(self, client: int) -> Mask | None:
         """The part of the shared mask that a client's device trains; None where it trains all of it."""
