@@ -69,6 +69,7 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def demo(
     overrides: Overrides = None,
     out: Out = None,
+    federated: Annotated[bool, typer.Option("--federated", help="Across 20 clients instead of on one machine.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the demo's YAML and stop.")] = False,
     dry_run: DryRun = False,
     quiet: Quiet = False,
@@ -79,10 +80,11 @@ def demo(
     """
     from fedsieve.runner.setup import asset
 
+    name = "demo-federated.yaml" if federated else "demo.yaml"
     if show:
-        print(asset("demo.yaml"), end="")
+        print(asset(name), end="")
         return
-    _run(parse_config(asset("demo.yaml"), overrides or [], where="demo.yaml"), out, dry_run, quiet)
+    _run(parse_config(asset(name), overrides or [], where=name), out, dry_run, quiet)
 
 
 @app.command()
