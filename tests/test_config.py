@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedsieve.config import Experiment, load_config, parse_config, to_yaml
@@ -127,6 +127,7 @@ def test_numbers_and_words_mean_what_they_look_like():
         ),
     )
 )
+@example({"seed": 0, "data": {}, "stages": [{"name": "0E0", "epochs": 1}, {"name": "off", "epochs": 1}]})
 def test_a_resolved_config_reads_back_to_itself(tree):
     experiment = Experiment.model_validate(tree)
     assert parse_config(to_yaml(experiment)) == experiment

@@ -597,10 +597,17 @@ def parse_yaml(text: str, where: str) -> Any:
         raise FedsieveError(f"{where}: not valid YAML: {error}") from None
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would not read as a text."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
 def to_yaml(experiment: Experiment) -> str:
     """The experiment, every default written out, as YAML that reads back to the same experiment."""
     # Escaped: YAML takes some unprinted characters for line ends.
-    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(experiment.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 # --- overrides -------------------------------------------------------------------------------------------------------
