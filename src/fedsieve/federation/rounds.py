@@ -490,12 +490,11 @@ class Federated:
         return self.tiers[density]
 
     def _own_mask(self, client: int) -> Mask:
-        """The mask that a client calibrated on its own images when it first took part."""
+        """The mask that a client calibrated when it first took part, on its own images and the weights it received."""
         memory = self.context.store.get(client)
         name = f"{self.stage.name}.mask"
         if name not in memory:
             assert self.sieve is not None
-            self._show(self.state.theta)
             mask = client_mask(self.context, self.sieve, self.space, client, self.stage.name)
             memory = {name: torch.from_numpy(mask.bits.copy())}
             self.context.store.put(client, self.state.round, **memory)
