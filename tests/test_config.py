@@ -73,7 +73,33 @@ def test_early_stopping_without_validation_is_refused():
 def test_a_mistake_in_an_override_is_laid_to_the_command_line():
     assert refusal(STAGE, "data.siz=3").startswith("command line: data.siz: unknown key")
     assert refusal(STAGE, "stages.b.epochs=3").startswith("command line: stages.b.epochs")
+    assert refusal(STAGE, "data={siz: 3}").startswith("command line: data.siz: unknown key")
+    assert refusal(STAGE + "data: {siz: 3}", "data.size=8").startswith("exp.yaml: data.siz: unknown key")
     assert "key=value" in refusal(STAGE, "data.size")
+
+
+SPARSE = "stages: [{name: a, epochs: 1, sparse: true}]\nmask: {rule: random}\n"
+
+
+def test_a_wrong_layer_kind_is_told_in_one_sentence():
+    said = refusal(SPARSE, "mask.kinds=[linear, atention]")
+    allowed = "linear, attention, norm, conv, bias, other"
+    assert said == (
+        f"command line: mask.kinds.1: 'atention' is not allowed. Did you mean \"attention\"? Allowed: {allowed}"
+    )
+    said = refusal(SPARSE, "mask.kinds=lineer")
+    assert said == (
+        f"command line: mask.kinds: 'lineer' is not allowed. Did you mean \"linear\"? Allowed: default, all, {allowed}"
+    )
+    assert refusal(SPARSE.replace("random", "random, kinds: []")).startswith("exp.yaml: mask.kinds: an empty list")
+    assert "\n" not in refusal(SPARSE, "mask.kinds=[]")
+
+
+def test_one_layer_kind_is_a_list_of_one():
+    assert parse_config(SPARSE, ["mask.kinds=linear"]).mask.kinds == ["linear"]
+    assert parse_config(SPARSE, ["mask.kinds=[norm, bias]"]).mask.kinds == ["norm", "bias"]
+    assert parse_config(SPARSE, ["mask.kinds=all"]).mask.kinds == "all"
+    assert parse_config(SPARSE).mask.kinds == "default"
 
 
 @pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2", "[1, 2]", "just words", "", "? {a: 1}\n: 2"])

@@ -12,8 +12,11 @@ __all__ = [
     "SparseAdamW",
     "SparseSGDM",
     "calibrate",
+    "decode",
+    "encode",
     "fisher",
     "load_config",
+    "maskable",
     "parse_config",
     "resume",
     "run",
@@ -22,12 +25,13 @@ __all__ = [
 if TYPE_CHECKING:
     from fedsieve.config import Experiment, load_config, parse_config
     from fedsieve.errors import FedsieveError
-    from fedsieve.mask.calibration import calibrate
+    from fedsieve.mask.calibration import calibrate, maskable
     from fedsieve.mask.mask import Mask
     from fedsieve.mask.scores import fisher
     from fedsieve.model.space import ParamSpace
     from fedsieve.runner.experiment import resume, run
     from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
+    from fedsieve.wire.codec import decode, encode
 
 _HOMES = {
     "Experiment": "fedsieve.config",
@@ -39,6 +43,9 @@ _HOMES = {
     "SparseAdamW": "fedsieve.train.optimizers",
     "SparseSGDM": "fedsieve.train.optimizers",
     "calibrate": "fedsieve.mask.calibration",
+    "maskable": "fedsieve.mask.calibration",
+    "decode": "fedsieve.wire.codec",
+    "encode": "fedsieve.wire.codec",
     "fisher": "fedsieve.mask.scores",
     "resume": "fedsieve.runner.experiment",
     "run": "fedsieve.runner.experiment",

@@ -7,7 +7,7 @@ key, the allowed values and, where a word is near one, a guess at what was meant
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
@@ -163,9 +163,10 @@ class Sieve(Strict):
     schedule: Literal["exponential", "linear"] = Field("exponential", description="the density over calibration rounds")
     granularity: Granularity = "weight"
     allocation: Allocation = Field("global", description="one threshold, or the same density in each tensor or block")
-    kinds: Literal["default", "all"] | list[LayerKind] = Field(
-        "default", description="layer kinds that take part; all adds tokens and position embeddings"
-    )
+    kinds: Annotated[
+        Annotated[Literal["default", "all"], Tag("#one")] | Annotated[list[LayerKind], Tag("#several")],
+        Discriminator(lambda value: "#several" if isinstance(value, list) else "#one"),
+    ] = Field("default", description="layer kinds that take part; all adds tokens and position embeddings")
     min_active_per_tensor: Annotated[int, Field(ge=0)] = 1
     shrink: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="frozen weights are multiplied by it while scoring, after the first calibration round"
@@ -185,6 +186,13 @@ class Sieve(Strict):
     start_sparsity: Fraction | None = Field(
         None, description="with refresh: the first mask's sparsity, moving evenly to `sparsity` with each new mask"
     )
+
+    @field_validator("kinds", mode="before")
+    @classmethod
+    def _list_of_kinds(cls, kinds: Any) -> Any:
+        if isinstance(kinds, list) and not kinds:
+            raise ValueError("an empty list leaves no weight to train. Name kinds, or leave it out for the default")
+        return [kinds] if isinstance(kinds, str) and kinds in get_args(LayerKind) else kinds
 
 
 class LastBlocks(Strict):
@@ -246,7 +254,10 @@ class Stage(Strict):
     warmup_rounds: Annotated[int, Field(ge=0)] = Field(0, description="in a federation")
     early_stopping: Positive | None = Field(None, description="stop after so many epochs without a better one")
     sparse: bool = Field(False, description="only the weights of a calibrated mask train")
-    mask: Sieve | None = Field(None, description="this stage's own mask; makes the stage sparse")
+    mask: Sieve | None = Field(
+        None,
+        description="this stage's own mask; what it leaves open is as in the mask at the top. Makes the stage sparse",
+    )
 
     @field_validator("train")
     @classmethod
@@ -449,6 +460,18 @@ class Experiment(Strict):
     tracking: list[TrackerName] = ["tensorboard"]
     checkpoint: Checkpoints = Checkpoints()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_masks(cls, tree: Any) -> Any:
+        """What a stage's mask leaves open is taken from the mask at the top."""
+        if not isinstance(tree, Mapping) or not isinstance(tree.get("mask"), Mapping):
+            return tree
+        stages = tree.get("stages")
+        if not isinstance(stages, list):
+            return tree
+        top = tree["mask"]
+        return {**tree, "stages": [_completed(stage, top) for stage in stages]}
+
     @field_validator("device")
     @classmethod
     def _known_device(cls, device: str) -> str:
@@ -471,7 +494,7 @@ class Experiment(Strict):
                 )
             if stage.sparse and not (stage.mask or self.mask):
                 raise ValueError(f"stages.{stage.name}.sparse needs a mask: give one at the top or on the stage")
-        if self.mask and not any(stage.sparse and not stage.mask for stage in self.stages):
+        if self.mask and not any(stage.sparse or stage.mask for stage in self.stages):
             raise ValueError("mask is given, but no stage takes it: set sparse: true on a stage")
         for stage in self.stages:
             self._check_length(stage)
@@ -479,6 +502,10 @@ class Experiment(Strict):
             for name in ("message", "clients_at_once"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} goes with a federation, and none is given")
+            for sieve in filter(None, map(self.mask_of, self.stages)):
+                for name in ("scope", "clients", "refresh", "start_sparsity"):
+                    if getattr(sieve, name) != Sieve.model_fields[name].default:
+                        raise ValueError(f"mask.{name} goes with a federation, and none is given")
             if self.executor != "auto":
                 raise ValueError(f"executor: {self.executor} runs a cohort of clients, but no federation is given")
         self._check_parts()
@@ -552,6 +579,12 @@ class Experiment(Strict):
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""
         return stage.mask or (self.mask if stage.sparse else None)
+
+
+def _completed(stage: Any, top: Mapping[str, Any]) -> Any:
+    if isinstance(stage, Mapping) and isinstance(stage.get("mask"), Mapping):
+        return {**stage, "mask": {**top, **stage["mask"]}}
+    return stage
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------
@@ -690,7 +723,9 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overri
     for problem in error.errors():
         keys, model = _locate(problem["loc"])
         key = ".".join(_named(keys, tree))
-        place = "command line" if overridden & {key, ".".join(map(str, keys))} else where
+        paths = (key, ".".join(map(str, keys)))
+        given = any(f"{path}.".startswith(f"{override}.") for path in paths for override in overridden)
+        place = "command line" if given else where
         text = _sentence(problem, keys, model)
         lines.append(f"{place}: {key}: {text}" if key else f"{place}: {text}")
     return lines
@@ -738,7 +773,8 @@ def _sentence(problem: Any, keys: list[int | str], model: type[BaseModel]) -> st
         return f"unknown key.{did_you_mean(str(keys[-1]), allowed)} Allowed: {', '.join(allowed)}"
     if kind == "missing":
         return "required, but not given"
-    if field is not None and (words := _words(field.annotation)) and kind == "literal_error":
+    listed = isinstance(keys[-1], int) if keys else False
+    if field is not None and (words := _words(field.annotation, listed)) and kind == "literal_error":
         return f"{given!r} is not allowed.{did_you_mean(str(given), words)} Allowed: {', '.join(words)}"
     if kind == "value_error":
         return str(context["error"])
@@ -747,13 +783,15 @@ def _sentence(problem: Any, keys: list[int | str], model: type[BaseModel]) -> st
     return f"{problem['msg'].removeprefix('Input ')}, got {given!r}"
 
 
-def _words(annotation: Any) -> list[str]:
-    """The words a choice allows; empty where the field is no choice."""
+def _words(annotation: Any, listed: bool = False) -> list[str]:
+    """The words a choice allows, or with `listed` those its lists do; empty where the field is no choice."""
     if annotation is LastBlocks:
-        return ["{last_blocks: N}"]
-    if getattr(annotation, "__origin__", None) is Literal:
-        return [str(word) for word in get_args(annotation)]
-    return list(dict.fromkeys(word for part in get_args(annotation) for word in _words(part)))
+        return [] if listed else ["{last_blocks: N}"]
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return [] if listed else [str(word) for word in get_args(annotation)]
+    within = listed and origin is not list
+    return list(dict.fromkeys(word for part in get_args(annotation) for word in _words(part, within)))
 
 
 def _kind(value: Any) -> str:

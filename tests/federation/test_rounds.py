@@ -8,7 +8,9 @@ from tests.federation.conftest import SPARSE
 
 from fedsieve import resume, run
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.executors import Sequential
 from fedsieve.federation.rounds import _Tally
+from fedsieve.federation.work import local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.model.weights import digest
 from fedsieve.runner.experiment import load_model
@@ -34,8 +36,6 @@ def test_fedavg_equals_a_plain_one_written_out(federated, running):
                 for name, tensor in model.named_parameters():
                     tensor.copy_(before[name])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-            from fedsieve.federation.work import local_work
-
             examples = population.shards.client(int(client))
             work = local_work(int(client), examples, experiment.stages[0].local, 16, feed, 2, "all", number)
             for rows, draws in zip(work.examples, work.draws, strict=True):
@@ -112,12 +112,11 @@ def test_frozen_weights_keep_their_bits(federated, running, scope):
 def test_the_ledger_is_the_sum_of_its_rounds(federated, running):
     found = running(federated(*SPARSE, "federation.failures={crash: 0.3}"))
     up, down = totals(found.context.ledger.path)["all"] if found.context.ledger.sync() is None else ()
-    calibration = up[0] - found.records[0]["bytes_up"]
-    assert up[1:].tolist() == [record["bytes_up"] for record in found.records[1:]]
-    assert down[1:].tolist() == [record["bytes_down"] for record in found.records[1:]]
+    assert up.tolist() == [record["bytes_up"] for record in found.records]
+    assert down.tolist() == [record["bytes_down"] for record in found.records]
     mask = Mask(found.space, found.state.mask.numpy())
     everyone = found.space.size
-    assert calibration > 4 * 3 * 0.9 * everyone  # three clients' scores, fp32
+    assert up[0] > 4 * 3 * 0.9 * everyone  # three clients' scores, fp32, go before the first round
     reached = found.records[-1]["replies"]
     assert found.records[-1]["bytes_up"] == reached * (4 * mask.count + 68)
 
@@ -303,3 +302,59 @@ def test_the_summary_says_what_a_federation_did(federated, tmp_path):
     spread = summary["client_accuracy"]
     assert spread["clients"] == 6 and spread["strangers"]["clients"] == 2
     assert spread["worst"] <= spread["worst_decile"] <= spread["mean"]
+
+
+def test_a_client_that_goes_astray_is_refused_and_the_round_goes_on(federated, running, monkeypatch):
+    train = Sequential.train
+
+    def astray(self, cohort, lr):
+        for trained in train(self, cohort, lr):
+            if trained.clients.start == 1:
+                trained.moved[:] = float("nan")
+                trained.sums[:] = float("nan")
+            yield trained
+
+    monkeypatch.setattr(Sequential, "train", astray)
+    found = running(federated())
+    assert [record["refused"] for record in found.records] == [{"not finite": 1}] * 3
+    assert all(record["replies"] == 2 and record["drift"] > 0 for record in found.records)
+
+
+def test_all_clients_astray_is_divergence_and_nothing_is_deleted(federated, tmp_path):
+    with pytest.raises(FedsieveError, match="diverged") as caught:
+        run(federated("stages.all.optimizer.lr=1e30", "stages.all.rounds=9"), tmp_path / "run")
+    assert caught.value.exit_code == 1 and (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_weights_too_large_to_send_are_divergence(federated, tmp_path):
+    with pytest.raises(FedsieveError, match="diverged") as caught:
+        run(federated("message.down=fp16", "federation.server.lr=1e9"), tmp_path / "run")
+    assert caught.value.exit_code == 1 and (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_stage_that_reached_nobody_still_ends(federated, tmp_path):
+    summary = run(federated("federation.failures.unavailable=0.99999"), tmp_path / "run")
+    assert summary["bytes_up"] == summary["bytes_down"] == 0 and summary["refused"] == {"unavailable": 9}
+
+
+@pytest.mark.parametrize("message", ["{up: fp32}", "{up: sign}", "{up: fp32, top_k: 0.1}"])
+def test_scaffolds_control_stays_the_mean_of_the_clients(federated, running, message):
+    """Whatever is lost on the way, and however coarse the messages are."""
+    failures = "federation.failures={crash: 0.2, corrupt: 0.3}"
+    overrides = ["federation.correction.kind=scaffold", failures, "federation.minimum_replies=2", "stages.all.rounds=6"]
+    found = running(federated(*overrides, f"message={message}"))
+    own = [found.context.store.get(client).get("all.control") for client in range(8)]
+    mean = sum(control for control in own if control is not None) / 8
+    torch.testing.assert_close(found.state.control, mean, rtol=1e-4, atol=1e-6)
+    assert mean.norm() > 0
+
+
+def test_patience_counts_only_evaluated_rounds(federated, running):
+    found = running(federated("stages.all.rounds=20", "stages.all.early_stopping=2", "federation.evaluate_every=5"))
+    assert found.state.round % 5 == 0
+
+
+def test_a_blended_start_counts_as_movement(federated, running):
+    """What clients send is how far they are from the weights that they received."""
+    found = running(federated("federation.blend=true", "stages.all.optimizer.lr=1e-30", "federation.cohort=8"))
+    assert found.records[0]["drift"] == pytest.approx(0, abs=1e-6)

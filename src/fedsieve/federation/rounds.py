@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -174,13 +174,15 @@ class Federated:
         """Rounds until the stage is over. At the end the model has the chosen round's weights."""
         state = self.state
         while not state.done:
-            clock = time.perf_counter()
+            clock, sent = time.perf_counter(), dict(self.context.ledger.total)
             if self._mask_is_due():
                 self._calibrate()
                 state.calibration_seconds += time.perf_counter() - clock
             if self.settings.blend and not state.blending:
                 self._prepare_blending()
             record = self._round()
+            for way, size in self.context.ledger.total.items():  # calibration is a part of the round it goes before
+                record[f"bytes_{way}"] = size - sent[way]
             state.round += 1
             last = state.round == self.length
             asked: dict[int, int] = {}
@@ -206,7 +208,6 @@ class Federated:
         cohort = self.population.cohort(stage.name, number).tolist()
         fates = {client: self.population.fate(stage.name, number, client) for client in cohort}
         refused = {client: fate for client, fate in fates.items() if fate in ("unavailable", "crash")}
-        before = dict(self.context.ledger.total)
         reached = [client for client in cohort if fates[client] != "unavailable"]
         self._broadcast(reached)
         trains = [client for client in reached if client not in refused]
@@ -214,6 +215,8 @@ class Federated:
         tally = _Tally(self._k, self.theta)
         if trains:
             self._train(trains, rate, fates, refused, tally)
+            if not tally.trained:
+                self._diverged()
         if tally.replies >= self.settings.minimum_replies:
             self._step(tally)
         else:
@@ -238,8 +241,6 @@ class Federated:
             "cohort": len(cohort),
             "replies": tally.replies,
             "refused": _counted(refused.values()),
-            "bytes_up": self.context.ledger.total["up"] - before["up"],
-            "bytes_down": self.context.ledger.total["down"] - before["down"],
         }
 
     def _train(
@@ -249,15 +250,23 @@ class Federated:
         ahead = self.works.pop(self.state.round, {})
         works = [ahead.get(client) or self._work(client, self.state.round) for client in clients]
         cohort = Cohort(works, self._start(clients), self._holds(clients), self._controls(clients))
+        received = self._taken(self.theta.detach(), self.support).clone()
         clock = time.perf_counter()
         for trained in self._running_executor().train(cohort, rate):
             self._look_ahead()
-            sums = trained.sums.sum(0).tolist()  # waits for the device
+            if (
+                cohort.start.dim() == 2
+            ):  # an update is counted from the weights that were sent, not from a blend of them
+                part = slice(trained.clients.start, trained.clients.stop)
+                trained.moved += cohort.start[part] - received
+            tally.add(trained.sums, self._spans, trained.moved)  # waits for the device
             tally.seconds += time.perf_counter() - clock
-            tally.add(sums, self._spans, trained.moved)
             members = [clients[place] for place in trained.clients]
             self._replies(members, trained, fates, refused, tally)
-            self._remember(members, trained, cohort)
+            if self.settings.blend:  # clients keep their own weights
+                for client, row in zip(members, trained.moved, strict=True):
+                    own = {f"{self.stage.name}.own": (received + row).half()}
+                    self.context.store.put(client, self.state.round, **own)
             clock = time.perf_counter()
 
     def _step(self, tally: "_Tally") -> None:
@@ -271,20 +280,23 @@ class Federated:
             state.theta += step
         else:
             state.theta.index_add_(0, self.support, step)
-        if tally.control is not None:
+        for client, (old, change) in tally.controls.items():  # the mean of the clients' c_k stays the server's c
             assert state.control is not None
-            state.control += (tally.control / self.population.trainers).to(state.control.dtype)
+            state.control += change / self.population.trainers
+            self.context.store.put(client, state.round, **{f"{self.stage.name}.control": old + change})
 
     def _check(self, record: Mapping[str, Any]) -> None:
-        numbers = [value for value in record.values() if isinstance(value, float)]
-        if not all(math.isfinite(value) for value in numbers):
-            name = self.stage.name
-            raise FedsieveError(
-                f'stage "{name}" diverged in round {self.state.round}: the loss is not finite. Lower '
-                f"stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
-                f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm",
-                1,
-            )
+        if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
+            self._diverged()
+
+    def _diverged(self) -> NoReturn:
+        name = self.stage.name
+        raise FedsieveError(
+            f'stage "{name}" diverged by round {self.state.round}: the loss is not finite, or weights are too large to send. '
+            f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm",
+            1,
+        )
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:
         """Keep the weights of the best round so far, and see whether the stage is over."""
@@ -295,7 +307,7 @@ class Federated:
             state.chosen = {key: value for key, value in record.items() if key.startswith(("val_", "client_val_"))}
         patience = self.stage.early_stopping
         waited = state.round - (state.best_at or 0)
-        state.done = last or (patience is not None and state.best_at is not None and waited >= patience)
+        state.done = last or (patience is not None and by in record and waited >= patience)
         if state.done and state.best is None:
             state.best_at = state.round
 
@@ -381,6 +393,8 @@ class Federated:
                 part, seen = self._squares(sieve, held, active, number, rows, *address)
                 return (part / seen).float().cpu()
             seen = 0
+            if not number:
+                self._inform(scoring)
             if number:  # the mask so far goes to those who score
                 size = len(self._mask_message(active, known[0]))
                 for client in scoring:
@@ -434,8 +448,6 @@ class Federated:
                 name: carried(values, old, new, self.settings.server.tau**2 if name == "second" else 0.0)
                 for name, values in state.server.items()
             }
-            if state.control is not None:
-                state.control = carried(state.control, old, new)
         self._use(mask)
         self.context.keep_mask("" if generation == 0 else f"round-{state.round}", mask)
 
@@ -534,14 +546,17 @@ class Federated:
         absolute = self.down.format in ("fp32", "coo")  # exact; other formats send the difference from the start
         base = None if absolute else self._taken(self.base, self.moved_index)
         key = int(generator(self.experiment.seed, "rounding", name, state.round, "down").integers(2**63))
-        message = encode(
-            (values if base is None else values - base).float(),
-            self.down,
-            over,
-            round=state.round,
-            client=EVERYONE,
-            key=key,
-        )
+        try:
+            message = encode(
+                (values if base is None else values - base).float(),
+                self.down,
+                over,
+                round=state.round,
+                client=EVERYONE,
+                key=key,
+            )
+        except FedsieveError:  # not finite, or too large for the format
+            self._diverged()
         received = decode(message, self.down, over, round=state.round, device=self.device).values.to(self.theta.dtype)
         self._lay(received if base is None else base + received, self.moved_index)
         enclosed = 0
@@ -555,6 +570,9 @@ class Federated:
             if state.known.get(str(client), 0) != generation and self._mask_travels:
                 enclosed = enclosed or len(self._mask_message(self.moved))
                 ledger.add(name, state.round, client, "down", "mask", enclosed)
+                if self.mask is not None and self.mask is not self.moved:  # which of all that moved trains now
+                    size = len(self._mask_message(self.mask, self.moved))
+                    ledger.add(name, state.round, client, "down", "mask", size)
                 if (tier := self._tier(client)) is not None:
                     size = len(self._mask_message(tier, self.mask))
                     ledger.add(name, state.round, client, "down", "mask", size)
@@ -563,6 +581,21 @@ class Federated:
                 ledger.add(name, state.round, client, "down", "control", size)
             state.known[str(client)] = generation
         return len(message)
+
+    def _inform(self, clients: Sequence[int]) -> None:
+        """Count what clients need to score the server's weights: what earlier stages changed, and what this one moved."""
+        state, name = self.state, self.stage.name
+        size = 0
+        if state.moved is not None:
+            moved = self._as_mask(state.moved)
+            values = state.theta.index_select(0, moved.indices().to(self.device)).float()
+            size = len(encode(values, Coding("fp32"), moved, round=state.round, client=EVERYONE, enclose=True))
+        for client in clients:
+            if str(client) not in state.known:
+                self.context.ledger.add(name, state.round, client, "down", "context", self._context_size())
+                state.known[str(client)] = 0
+            if size:
+                self.context.ledger.add(name, state.round, client, "down", "model", size)
 
     @property
     def _mask_travels(self) -> bool:
@@ -660,17 +693,6 @@ class Federated:
             if self.moved is not self.mask:
                 self.executor.sync()
         return self.executor
-
-    def _remember(self, clients: Sequence[int], trained: Trained, cohort: Cohort) -> None:
-        """What clients keep for themselves."""
-        for row, (client, place) in enumerate(zip(clients, trained.clients, strict=True)):
-            if self.settings.blend:
-                start = cohort.start if cohort.start.dim() == 1 else cohort.start[place]
-                name = f"{self.stage.name}.own"
-                self.context.store.put(client, self.state.round, **{name: (start + trained.moved[row]).half()})
-            if trained.gradients is not None:
-                name = f"{self.stage.name}.control"
-                self.context.store.put(client, self.state.round, **{name: trained.gradients[row]})
 
     # --- up ----------------------------------------------------------------------------------------------------------
 
@@ -803,13 +825,15 @@ class Federated:
     ) -> None:
         """SCAFFOLD: the change of each client's control variate travels like its update."""
         over: Mask | ParamSpace = self.space if self.mask is None else self.mask
-        changes = torch.stack([gradients[row] - self._control(client) for row, client in enumerate(clients)])
+        old = {client: self._control(client) for client in clients}
+        changes = torch.stack([gradients[row] - old[client] for row, client in enumerate(clients)])
         messages = self._sent(clients, changes, over, [0] * len(clients), "control", False)
         replies = decode_many(messages, self.up, over, round=self.state.round, clients=clients, device=self.device)
         for client, message, reply in zip(clients, messages, replies, strict=True):
             self.context.ledger.add(self.stage.name, self.state.round, client, "up", "control", len(message))
             if client in found and not isinstance(reply, MessageError):
-                tally.count_control(reply.values)
+                # A client keeps what was understood, so that rounding never pulls the two apart.
+                tally.controls[client] = old[client], reply.values.to(self.theta.dtype)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -863,15 +887,21 @@ class _Tally:
         self.total = torch.zeros(k, dtype=torch.float64, device=like.device)
         self.weight = 0.0
         self.holders: Tensor | None = None  # weight by coordinate, where clients hold different ones
-        self.control: Tensor | None = None
+        self.controls: dict[int, tuple[Tensor, Tensor]] = {}  # SCAFFOLD: old value and change, by client
         self.replies = self.trained = 0
         self.loss = self.correct = self.images = self.seconds = self.drift = 0.0
         self.drift_by_block: dict[str, float] = {}
 
-    def add(self, sums: list[float], spans: Sequence[tuple[str, int, int]], moved: Tensor) -> None:
-        """Count what some clients did: loss, correct answers, images, and how far they went."""
-        self.loss, self.correct, self.images = self.loss + sums[0], self.correct + sums[1], self.images + sums[2]
+    def add(self, sums: Tensor, spans: Sequence[tuple[str, int, int]], moved: Tensor) -> None:
+        """Count what some clients did: loss, correct answers, images, and how far they went.
+
+        A client that went astray is left out; its message will be refused.
+        """
         squares = torch.stack([moved[:, first:last].double().square().sum(1) for _, first, last in spans])
+        sound = squares.sum(0).isfinite() & sums.isfinite().all(1)
+        squares = squares[:, sound]
+        loss, correct, images = sums[sound].sum(0).tolist()
+        self.loss, self.correct, self.images = self.loss + loss, self.correct + correct, self.images + images
         drift = squares.sum(0).sqrt().sum().item()
         by_block: dict[str, Tensor] = {}
         for (name, _, _), part in zip(spans, squares, strict=True):
@@ -880,7 +910,7 @@ class _Tally:
         for name, distance in zip(by_block, distances, strict=True):
             self.drift_by_block[name] = self.drift_by_block.get(name, 0.0) + distance
         self.drift += drift
-        self.trained += len(moved)
+        self.trained += squares.shape[1]
 
     def count(self, values: Tensor, weight: float, places: Tensor | None) -> None:
         """Add one client's update."""
@@ -895,9 +925,6 @@ class _Tally:
             self.holders.index_add_(0, places, torch.full_like(places, weight, dtype=torch.float64))
         self.weight += weight
         self.replies += 1
-
-    def count_control(self, values: Tensor) -> None:
-        self.control = values.double() if self.control is None else self.control + values
 
     def mean(self, holders: bool) -> Tensor:
         """The weighted mean update; coordinates that nobody holds stay where they are."""

@@ -44,7 +44,8 @@ class ClientStore:
     def put(self, client: int, round: int, **tensors: Tensor) -> None:
         """Add to what a client remembers, replacing tensors of the same names."""
         merged = self.get(client) | {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        self._bytes += sum(tensor.nbytes for tensor in merged.values())
+        before = self._fresh.get(client, {})
+        self._bytes += sum(tensor.nbytes for tensor in merged.values()) - sum(t.nbytes for t in before.values())
         self._fresh[client] = merged
         if self._bytes > self.memory:
             self.write(round)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsieve.config import Allocation, Granularity
+from fedsieve.config import Allocation, Granularity, RuleName
 from fedsieve.errors import FedsieveError, did_you_mean
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import can_last, check_request, group_ids, ordered, select
@@ -88,11 +88,12 @@ def maskable(space: ParamSpace, model: nn.Module, kinds: Literal["all"] | Sequen
 
 
 def calibrate(
-    score: Callable[[Mask, int], Tensor],
+    score: Tensor | Callable[[Mask, int], Tensor],
     space: ParamSpace,
     *,
     sparsity: float,
-    lowest: bool,
+    lowest: bool | None = None,
+    rule: RuleName | None = None,
     rounds: int = 1,
     schedule: Schedule = "exponential",
     maskable: Tensor | None = None,
@@ -104,12 +105,19 @@ def calibrate(
 ) -> Mask:
     """The mask in which `sparsity` of the maskable weights (default: of all) is frozen, by `rounds` rounds of `score`.
 
-    `score(mask, round)` gives the scores (D,) of the weights still active in `mask`; what it does with the frozen ones
-    (shrink them, say) is its own affair. Round r leaves round(density_r * D_maskable) weights, exactly at weight
+    `score` are the scores (D,), or a function: `score(mask, round)` gives those of the weights still active in `mask`, and
+    what it does with the frozen ones (shrink them, say) is its own affair. `rule` says which end of them may train, as
+    `lowest` does in other words. Round r leaves round(density_r * D_maskable) weights, exactly at weight
     granularity and as many as whole groups allow otherwise; frozen stays frozen. Under `attention_head` only weights
     that belong to one head are maskable. `on_round(round, mask)` hears of each result.
     """
     check_request(allocation, granularity)
+    if (rule is None) == (lowest is None):
+        raise FedsieveError("calibrate: give either rule, such as least_sensitive, or lowest")
+    if rule is not None and rule not in RULES:
+        raise FedsieveError(f'mask.rule: "{rule}" is no rule.{did_you_mean(rule, RULES)} Allowed: {", ".join(RULES)}')
+    end = RULES[rule].lowest if rule is not None else bool(lowest)
+    scores_of = score if callable(score) else lambda *_: score
     taking = torch.ones(space.size, dtype=torch.bool) if maskable is None else maskable.cpu()
     if granularity != "weight":
         taking = taking & torch.from_numpy(group_ids(space, granularity, heads) >= 0)
@@ -129,11 +137,11 @@ def calibrate(
     active = Mask.from_bool(space, lasting)
     for number, k in enumerate(targets):
         kept = select(
-            score(active, number),
+            scores_of(active, number),
             active.to_bool(),
             k,
             space,
-            lowest=lowest,
+            lowest=end,
             allocation=allocation,
             granularity=granularity,
             min_active_per_tensor=min_active_per_tensor,

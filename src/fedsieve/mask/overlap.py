@@ -10,8 +10,12 @@ from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 
-# What timm calls repeated parts, nested in hierarchical networks: `blocks.3`, `layers.0.blocks.1`, `layer2.0`.
-_BLOCK = re.compile(r"(?:(?:blocks|stages|layers|transformer|layer\d+)(?:\.\d+)+\.|layer\d+\.)+")
+# What timm calls repeated parts, nested in hierarchical networks: `blocks.3`, `layers.0.blocks.1`, `layer2.0`; in
+# regnets `s1.b1`, in densenets `features.denseblock1.denselayer1` and `features.transition1`.
+_BLOCK = re.compile(
+    r"(?:(?:blocks|stages|layers|levels|network|transformer|transformer_encoder|layer\d+|stage\d+)(?:\.\d+)+\.|layer\d+\.)+"
+    r"|s\d+\.b\d+\.|features\.(?:denseblock\d+\.denselayer\d+|transition\d+)\."
+)
 
 
 def block_of(name: str) -> str:

@@ -26,7 +26,7 @@ def fisher(
     model: nn.Module,
     space: ParamSpace,
     batches: Batches,
-    draws: np.ndarray | Tensor | None,
+    draws: np.ndarray | Tensor | np.random.Generator | None,
     *,
     per: Literal["sample", "batch"] = "sample",
     target: Literal["log_prob", "logit"] = "log_prob",
@@ -43,7 +43,7 @@ def fisher_sum(
     model: nn.Module,
     space: ParamSpace,
     batches: Batches,
-    draws: np.ndarray | Tensor | None,
+    draws: np.ndarray | Tensor | np.random.Generator | None,
     *,
     per: Literal["sample", "batch"] = "sample",
     target: Literal["log_prob", "logit"] = "log_prob",
@@ -53,7 +53,7 @@ def fisher_sum(
     """The sum of squared gradients, (D,) float64, and how many were added: what a client sends.
 
     `batches` gives (inputs, labels), already on the model's device. `draws` holds one uniform number in [0, 1) per
-    sample, in order, and picks y from the model's softmax; None takes the data's labels instead.
+    sample, in order, or is a generator of them, and picks y from the model's softmax; None takes the data's labels instead.
     `per="batch"` squares the mean gradient of each of `batches`: cheaper, and biased low.
 
     `memory` bounds the bytes of per-sample gradients that exist at once (512 MiB on a CPU, 8 GiB on a GPU);
@@ -70,6 +70,9 @@ def fisher_sum(
     inside = set(space.names)
     parameters = {name: tensor.detach() for name, tensor in model.named_parameters() if name in inside}
     device = next(model.parameters()).device
+    rng = draws if isinstance(draws, np.random.Generator) else None
+    if isinstance(draws, np.random.Generator):
+        draws = np.zeros(0)  # drawn batch by batch below
     uniforms = None if draws is None else torch.as_tensor(draws, dtype=torch.float64)
     if uniforms is not None and not ((uniforms >= 0) & (uniforms < 1)).all():
         raise FedsieveError("scores: draws must lie in [0, 1)")
@@ -104,7 +107,13 @@ def fisher_sum(
     with _eval_mode(model), attention:
         for inputs, labels in batches:
             first, samples = samples, samples + len(inputs)
+            if rng is not None and uniforms is not None:
+                uniforms = torch.cat([uniforms, torch.from_numpy(rng.random(len(inputs)))])
             answers = labels if uniforms is None else uniforms[first:samples].to(inputs.device)
+            if uniforms is None and not first:
+                classes = functional_call(model, parameters, (inputs[:1],)).shape[-1]
+            if uniforms is None and not ((labels >= 0) & (labels < classes)).all():
+                raise FedsieveError(f"scores: a label is not among the model's {classes} classes")
             if len(answers) != len(inputs):
                 raise FedsieveError(f"scores: {'labels' if uniforms is None else 'draws'} are missing for some samples")
             if chunk is None:

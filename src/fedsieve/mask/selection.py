@@ -20,6 +20,10 @@ from fedsieve.model.space import ParamSpace
 
 # An allocation gives each unit its own budget, so no group may reach over two of them.
 _COARSER: dict[str, tuple[str, ...]] = {"global": (), "tensor": ("attention_head", "block"), "block": ("block",)}
+# timm modules whose qkv is ordered by head without saying so (`head_first`).
+_BY_HEAD = ("tiny_vit", "efficientformer")
+# Above this many bits (128 MiB), filling a budget exactly is given up.
+_MOST_BITS = 1 << 30
 
 
 def select(
@@ -39,9 +43,9 @@ def select(
 
     `weight` keeps exactly k, those of the lowest (or highest) scores, of equal ones the lower index. The best
     `min_active_per_tensor` active weights of each tensor are reserved first, then one threshold decides. The other
-    granularities keep whole groups in the order of their mean score over active members, passing over those that no
-    longer fit: at most k weights, and no further group would fit. Floors do not apply to them, since a wholly frozen
-    tensor is what saves arithmetic; weights in no group are frozen.
+    granularities keep whole groups, ordered by their mean score over active members: as many weights up to k as whole
+    groups can have (see `fill`), of the best groups that give so many. Floors do not apply to them, since a wholly
+    frozen tensor is what saves arithmetic; weights in no group are frozen.
 
     Allocation `tensor` and `block` give each tensor or block the same density of its `maskable` weights (default: of
     the active ones), by largest remainder, within floors and what is active.
@@ -62,9 +66,13 @@ def check_request(allocation: str, granularity: str) -> None:
     if allocation not in _COARSER:
         raise FedsieveError(f'mask.allocation: "{allocation}" is not one of {", ".join(_COARSER)}')
     if granularity in _COARSER[allocation]:
+        reason = (
+            "a block is kept or frozen whole, so blocks cannot all have the same density"
+            if granularity == allocation
+            else f"a group must lie inside one {allocation}"
+        )
         raise FedsieveError(
-            f"mask.allocation: {allocation} does not go with granularity {granularity}: a group must lie inside one "
-            f"{allocation}. Use allocation: global"
+            f"mask.allocation: {allocation} does not go with granularity {granularity}: {reason}. Use allocation: global"
         )
 
 
@@ -80,7 +88,8 @@ def can_last(
     """The active weights that can still be so when k are left; refused where k is too small for any choice.
 
     A group of more than k weights cannot last. Kept for a while it would only crowd out those that can, until at the
-    end nothing fits.
+    end nothing fits. A block that cannot last and holds most of the weights is refused: what is left is no model to
+    choose from, and often the names tell no blocks apart.
     """
     chosen = _host(active, space)
     if granularity == "weight":
@@ -93,6 +102,14 @@ def can_last(
     lasting = chosen & np.append(sizes <= k, False)[ids]
     if not lasting.any():
         _refuse_groups(k, sizes)
+    largest = int(sizes.argmax())
+    if granularity == "block" and sizes[largest] > max(k, sizes.sum() / 2):
+        share = f"{sizes[largest] / sizes.sum():.0%}".replace("%", " %")
+        raise FedsieveError(
+            f'mask.granularity: block: the group "{list(blocks(space))[largest]}" holds {share} of the maskable weights, '
+            f"more than the {k:,} that may stay active, so most of the model could never train. "
+            "Use granularity: row or weight, or a lower sparsity"
+        )
     return torch.from_numpy(lasting)
 
 
@@ -128,17 +145,47 @@ def apportion(k: int, sizes: Sequence[int], least: Sequence[int], most: Sequence
     return [next(filled) if high else 0 for high in most]
 
 
+def fill(sizes: Sequence[int], room: int) -> list[int]:
+    """The places of groups, given best first, that together come as near to `room` as any can without passing it.
+
+    Of all such choices the one with the best group, then the next best, and so on. Exact, by the sums that the groups
+    still to come can reach, kept as the bits of one number for each group. Where these are too many (a large model's
+    rows), groups are taken in order, passing over those that no longer fit: with many small groups little stays empty.
+    """
+    unit = math.gcd(*sizes) or 1
+    sizes, room = [size // unit for size in sizes], room // unit
+    exact = len(sizes) * room <= _MOST_BITS
+    reach = [1]
+    for size in reversed(sizes if exact else []):
+        reach.append((reach[-1] | reach[-1] << size) & ((2 << room) - 1) if size <= room else reach[-1])
+    left = reach.pop().bit_length() - 1 if exact else room
+    kept = []
+    for place, size in enumerate(sizes):
+        rest = reach.pop() if exact else -1  # every bit of -1 is set
+        if size <= left and rest >> (left - size) & 1:
+            kept.append(place)
+            left -= size
+    return kept
+
+
 def attention_heads(model: nn.Module) -> dict[str, int]:
     """The number of heads of each attention module with a joint `qkv` and a `proj` layer, by module name.
 
-    Modules that order the joint layer by head first (timm's `head_first`) are left out: their rows lie elsewhere.
+    Modules that order the joint layer by head (timm's `head_first`, and some that do not say so) are left out, as are
+    those whose joint layer is not q, k and v of equal size: their rows lie elsewhere.
     """
-    return {
-        name: int(module.num_heads)
-        for name, module in model.named_modules()
-        if all(hasattr(module, attribute) for attribute in ("num_heads", "qkv", "proj"))
-        and not getattr(module, "head_first", False)
-    }
+    return {name: int(module.num_heads) for name, module in model.named_modules() if _splits_in_three(module)}
+
+
+def _splits_in_three(module: nn.Module) -> bool:
+    """Whether the outputs of `qkv` are (q k v, head, the rest)."""
+    layers = [getattr(module, name, None) for name in ("qkv", "proj")]
+    # LoRA keeps the layer it stands beside one name further down.
+    qkv, proj = (getattr(getattr(layer, "base_layer", layer), "weight", None) for layer in layers)
+    if not hasattr(module, "num_heads") or not isinstance(qkv, Tensor) or not isinstance(proj, Tensor):
+        return False
+    by_head = getattr(module, "head_first", False) or type(module).__module__.rpartition(".")[2] in _BY_HEAD
+    return not by_head and proj.ndim > 1 and len(qkv) == 3 * proj.shape[1]
 
 
 def group_ids(space: ParamSpace, granularity: Granularity, heads: Mapping[str, int] | None = None) -> np.ndarray:
@@ -238,10 +285,11 @@ def _select_groups(
         [sum(counts[index] for index in unit) for unit in units],
     )
     kept = np.zeros(len(sizes), dtype=np.bool_)
-    for group in np.argsort(means, kind="stable"):
-        if 0 < sizes[group] <= room[unit_of[group]]:
-            kept[group] = True
-            room[unit_of[group]] -= sizes[group]
+    order = np.argsort(means, kind="stable")
+    order = order[sizes[order] > 0]
+    for number, budget in enumerate(room):
+        mine = order[unit_of[order] == number]
+        kept[mine[fill(sizes[mine].tolist(), budget)]] = True
     if not kept.any():
         _refuse_groups(k, sizes)
     keep = np.zeros(space.size, dtype=np.bool_)
@@ -337,5 +385,7 @@ def _values(scores: Tensor, space: ParamSpace, lowest: bool) -> np.ndarray:
     if tuple(scores.shape) != (space.size,):
         raise FedsieveError(f"scores of shape {tuple(scores.shape)} do not fit a space of {space.size:,} weights")
     scores = scores.detach().cpu()
-    values = (scores if scores.dtype == torch.float64 else scores.float()).numpy()
+    # Whole numbers above 2**24 would be rounded together in float32.
+    narrow = scores.dtype != torch.float64 and scores.dtype.is_floating_point
+    values = (scores.float() if narrow else scores.double()).numpy()
     return values if lowest else -values

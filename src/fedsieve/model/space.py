@@ -94,6 +94,7 @@ class ParamSpace:
         the model, and `backward` fills `vector.grad`.
         """
         theta = self.read(model)
+        theta.fedsieve_space = self.id  # type: ignore[attr-defined]  # a mask of another space is refused by it
         theta.requires_grad_()
         theta.grad = torch.zeros_like(theta)
         values, gradients = self.unflatten(theta.detach()), self.unflatten(theta.grad)

@@ -75,7 +75,9 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
     try:
         return _execute(experiment, folder, display)
     except FedsieveError as error:
-        if error.exit_code == 2 and not list_checkpoints(folder / "checkpoints"):
+        metrics = folder / "metrics.jsonl"
+        begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
+        if error.exit_code == 2 and not begun:
             shutil.rmtree(folder, ignore_errors=True)  # a wrong request: nothing was done that is worth keeping
         raise
 
@@ -145,7 +147,7 @@ class _Run:
         self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
         self.chosen: list[Tensor] = []  # and its chosen weights
         self.state: StageState | ServerState | None = None  # of the stage under way,
-        self.calibration_seconds = 0.0  # and of its mask
+        self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
         self.ledger_bytes = 0  # the ledger's length,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
         self.context: Context | None = None  # of a federation
@@ -251,7 +253,7 @@ class _Run:
                 | ({} if mask is None else self._describe(mask, stage))
                 | self._describe_federation(stage)
             )
-            self.state = None
+            self.state, self.mask_id = None, ""
             self._save()
 
     def _mask(self, stage: Stage) -> Mask | None:
@@ -262,7 +264,11 @@ class _Run:
         space, file = self.setup.space(stage), self.folder / "masks" / f"{stage.name}.safetensors"
         if file.exists():
             try:
-                return Mask.load(file, space)
+                mask = Mask.load(file, space)
+                if mask.id != (self.mask_id or mask.id):
+                    raise FedsieveError(f"{file}: not the mask that this stage began with")
+                self.mask_id = mask.id
+                return mask
             except FedsieveError as error:
                 self.display.say(f"{error}; calibrating again")
 
@@ -275,6 +281,7 @@ class _Run:
         self.calibration_seconds = time.perf_counter() - began
         file.parent.mkdir(exist_ok=True)
         mask.save(file)
+        self.mask_id = mask.id
         return mask
 
     def _describe(self, mask: Mask, stage: Stage) -> dict[str, Any]:
@@ -295,8 +302,9 @@ class _Run:
         if self.context is None or not isinstance(self.state, ServerState):
             return {}
         self.context.ledger.sync()
-        up, down = totals(self.context.ledger.path)[stage.name]
-        sums = {"bytes_up": int(up.sum()), "bytes_down": int(down.sum())}
+        sums = {"bytes_up": 0, "bytes_down": 0}  # where nobody could be reached
+        if found := totals(self.context.ledger.path).get(stage.name):
+            sums = {"bytes_up": int(found[0].sum()), "bytes_down": int(found[1].sum())}
         return describe_rounds(self.state, stage, self.experiment, self.setup) | sums
 
     def _maybe_save(self, stage: Stage) -> None:
@@ -327,6 +335,7 @@ class _Run:
             "records": self.records,
             "seconds": self.seconds,
             "calibration_seconds": self.calibration_seconds,
+            "mask_id": self.mask_id,
             "metrics_bytes": self.metrics.tell(),
             "finished": self.finished,
             "marks": self.marks,
@@ -349,6 +358,7 @@ class _Run:
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
+        self.mask_id = numbers["mask_id"]
         self.ledger_bytes, self.memories = numbers["ledger_bytes"], numbers["memories"]
         device = self.setup.device
         self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]

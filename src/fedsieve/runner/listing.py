@@ -52,6 +52,16 @@ ALLOCATION = {
     "tensor": "the same density in each tensor",
     "block": "the same density in each block",
 }
+KINDS = {
+    "default": "all of linear, attention, norm and conv",
+    "all": "everything, tokens and position embeddings included",
+    "linear": "weights and biases of linear layers outside attention",
+    "attention": "weights and biases of attention's projections",
+    "norm": "weights and biases of norms",
+    "conv": "weights and biases of convolutions",
+    "bias": "the biases of all of these",
+    "other": "what no layer owns: tokens, position embeddings, scales",
+}
 HEADS = {"linear": "one linear layer", "mlp": "a hidden layer of `model.hidden` units, GELU, a linear layer"}
 
 
@@ -93,6 +103,7 @@ LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
     "rules": ("mask.rule: which weights may train", _rules),
     "granularity": ("mask.granularity: what is frozen together", _words(Granularity, GRANULARITY)),
     "allocation": ("mask.allocation: how the active weights are shared out", _words(Allocation, ALLOCATION)),
+    "kinds": ("mask.kinds: default, all, or a list of the layer kinds that take part", _texts(KINDS)),
     "parts": ("stages.train: what a stage trains", _texts(PARTS)),
     "schedules": ("stages.schedule: the learning rate over a stage", _words(Stage.model_fields["schedule"].annotation)),
     "trackers": ("tracking: where metrics go beside metrics.jsonl", _words(TrackerName)),

@@ -60,11 +60,16 @@ def load_patch(
         raise FedsieveError(f"{file}: not a patch that can be read: {error}") from None
     if notes.get("format") != FORMAT:
         raise FedsieveError(f"{file}: not a patch; `fedsieve export DIR --sparse --to FILE` makes one")
+    try:
+        text, base, result = (notes[name] for name in ("experiment", "base", "result"))
+        metadata = json.loads(notes["metadata"])
+        classes = len(metadata["class_names"])
+    except (KeyError, TypeError, ValueError):
+        raise FedsieveError(f"{file}: damaged: its notes on the experiment cannot be read", 1) from None
     overrides = [f"model.weights={weights}"] if weights else []
-    experiment = parse_config(notes["experiment"], overrides, where=str(file))
-    metadata = json.loads(notes["metadata"])
-    model = _pretrained(experiment, len(metadata["class_names"]), display or Display.silent())
-    if digest(model.backbone) != notes["base"]:
+    experiment = parse_config(text, overrides, where=str(file))
+    model = _pretrained(experiment, classes, display or Display.silent())
+    if digest(model.backbone) != base:
         raise FedsieveError(
             f"{file}: a patch on other weights than {experiment.model.weights}. Name the right ones with --weights"
         )
@@ -75,9 +80,9 @@ def load_patch(
         theta[Mask(space, tensors["mask"].numpy()).to_bool()] = tensors["values"]
         space.write(model.backbone, theta)
         model.head.load_state_dict(head)
-    except (FedsieveError, RuntimeError, KeyError) as error:
+    except (FedsieveError, RuntimeError, KeyError, TypeError) as error:
         raise FedsieveError(f"{file}: damaged: {str(error).splitlines()[0]}", 1) from None
-    if digest(model) != notes["result"]:
+    if digest(model) != result:
         raise FedsieveError(f"{file}: damaged: the patched model is not the one that was saved", 1)
     return experiment, model, metadata
 

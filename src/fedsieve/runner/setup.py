@@ -45,7 +45,10 @@ def preflight(experiment: Experiment) -> torch.device:
     model = blank_model(experiment, classes=2)
     for stage in experiment.stages:
         space = ParamSpace.of(model, trainable_names(model, stage.train))
-        if (sieve := experiment.mask_of(stage)) is not None:
+        # How large the head is only the data says: its masks are checked once they are read.
+        if (sieve := experiment.mask_of(stage)) is not None and not any(
+            name.startswith("head.") for name in space.names
+        ):
             check_sieve(sieve, model, space)
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
@@ -146,6 +149,10 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         raise FedsieveError(f"data.source: {data.source} leaves no image to train on", 1)
     transform = make_transform(data, *statistics(data, images.images, train_rows))
     store = ImageStore(images.images, device, data.placement)
+    model = load_classifier(with_weights_file(experiment, display), len(class_names), data.size, experiment.seed)
+    for stage in experiment.stages:
+        if (sieve := experiment.mask_of(stage)) is not None:
+            check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))
     return Setup(
         experiment=experiment,
         device=device,
@@ -155,9 +162,7 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         validation=Feed(store, transform, held_rows, held_labels.to(device)),
         class_names=class_names,
         data_fingerprint=images.fingerprint,
-        model=load_classifier(with_weights_file(experiment, display), len(class_names), data.size, experiment.seed).to(
-            device
-        ),
+        model=model.to(device),
     )
 
 

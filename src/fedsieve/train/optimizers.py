@@ -5,6 +5,7 @@ Here the active weights are gathered, stepped by torch's own arithmetic in torch
 frozen weights keep their bits, the state has k entries, and a mask of ones (or none) gives torch.optim's bits.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
+from fedsieve.model.space import ParamSpace
 
 Params = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Correction = Literal["reset", "scale", "keep"]
@@ -36,12 +38,13 @@ class _Sparse(torch.optim.Optimizer):
             if (value := defaults[name]) is not None and not value > 0:
                 raise FedsieveError(f"{name} must be above 0 or None, not {value!r}")
         for name in ("lr", "weight_decay"):
-            if not defaults[name] >= 0:
+            if not 0 <= defaults[name] < math.inf:
                 raise FedsieveError(f"{name} must be 0 or above, not {defaults[name]!r}")
         if defaults["momentum_correction"] not in ("reset", "scale", "keep"):
             raise FedsieveError(
                 f"momentum_correction is {defaults['momentum_correction']!r}. Allowed: reset, scale, keep"
             )
+        self._space: ParamSpace | None = None  # of the first mask: others must fit it
         self._indices: list[Tensor | None]  # one per parameter, places inside it; None: all of it
         super().__init__(_matched(params, mask), defaults | {"mask": None if mask is None else mask.id})
         self._indices = self._places(mask)
@@ -64,6 +67,12 @@ class _Sparse(torch.optim.Optimizer):
                 f"the parameters do not match the mask's {len(mask.space.names)} tensors of {mask.space.size:,} weights. "
                 "Give a model, its named_parameters(), or one bound vector"
             )
+        bound = [getattr(tensor, "fedsieve_space", mask.space.id) for tensor in self._params[:1]]
+        if self._space is not None:
+            mask.check(self._space)
+        elif bound != [mask.space.id][: len(bound)]:
+            raise FedsieveError("the mask belongs to another space than the vector's, though they are of one size")
+        self._space = mask.space
         index, ends = mask.indices(), torch.tensor([tensor.numel() for tensor in self._params]).cumsum(0)
         parts = index.tensor_split(torch.searchsorted(index, ends)[:-1])
         starts = [0, *ends.tolist()]
@@ -181,8 +190,8 @@ class SparseSGDM(_Sparse):
         clip_norm: float | None = None,
         momentum_correction: Correction = "reset",
     ) -> None:
-        if momentum < 0 or (nesterov and not momentum):
-            raise FedsieveError(f"momentum must be 0 or above, and above 0 with nesterov, not {momentum!r}")
+        if not 0 <= momentum < 1 or (nesterov and not momentum):
+            raise FedsieveError(f"momentum must lie in [0, 1), and above 0 with nesterov, not {momentum!r}")
         super().__init__(
             params,
             mask,

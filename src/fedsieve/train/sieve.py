@@ -116,17 +116,19 @@ def calibrated(
 
 
 def taking_part(sieve: Sieve, model: nn.Module, space: ParamSpace) -> Tensor:
-    """The weights of the space that may be in the mask, bool (D,)."""
-    return maskable(space, model, LAYERS if sieve.kinds == "default" else sieve.kinds)
+    """The weights of the space that may be in the mask, bool (D,): of the asked kinds, and in groups of the asked kind."""
+    taking = maskable(space, model, LAYERS if sieve.kinds == "default" else sieve.kinds)
+    if sieve.granularity == "weight":
+        return taking
+    heads = attention_heads(model) if sieve.granularity == "attention_head" else None
+    return taking & torch.from_numpy(group_ids(space, sieve.granularity, heads) >= 0)
 
 
 def check_sieve(sieve: Sieve, model: nn.Module, space: ParamSpace) -> None:
     """Refuse a mask that cannot be made, before anything is scored: too sparse for its floors or its groups."""
-    taking = taking_part(sieve, model, space)
     check_request(sieve.allocation, sieve.granularity)
+    taking = taking_part(sieve, model, space)
     heads = attention_heads(model) if sieve.granularity == "attention_head" else None
-    if sieve.granularity != "weight":
-        taking = taking & torch.from_numpy(group_ids(space, sieve.granularity, heads) >= 0)
     k = round((1 - sieve.sparsity) * int(taking.sum()))
     if k < 1:
         raise FedsieveError(
