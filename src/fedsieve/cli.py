@@ -17,6 +17,7 @@ from fedsieve.errors import FedsieveError, did_you_mean
 
 if TYPE_CHECKING:
     from fedsieve.config import Experiment
+    from fedsieve.mask.mask import Mask
 
 # torch and timm take seconds to import: commands import what they need, so that --help and a wrong config answer at once.
 
@@ -69,7 +70,9 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def demo(
     overrides: Overrides = None,
     out: Out = None,
-    federated: Annotated[bool, typer.Option("--federated", help="Across 20 clients instead of on one machine.")] = False,
+    federated: Annotated[
+        bool, typer.Option("--federated", help="Across 20 clients instead of on one machine.")
+    ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the demo's YAML and stop.")] = False,
     dry_run: DryRun = False,
     quiet: Quiet = False,
@@ -287,10 +290,9 @@ def mask_show(
     out: Page = None,
 ) -> None:
     """Where a mask's active weights are, block by block."""
-    from fedsieve.mask.mask import Mask
     from fedsieve.report.masks import mask_rows, write_mask_page
 
-    mask = Mask.load(file)
+    mask = _load_mask(file)
     table = Table(title=f"{file.stem}, id {mask.id}", title_justify="left")
     table.add_column("block")
     for column in ("tensors", "weights", "active", "share", "emptied", "frozen"):
@@ -310,15 +312,18 @@ def mask_diff(
     out: Page = None,
 ) -> None:
     """What masks share: block by block for two, with the overlap that chance would give; pictures for any number."""
-    from fedsieve.mask.mask import Mask
     from fedsieve.mask.overlap import jaccard
     from fedsieve.report.masks import diff_rows, write_mask_page
 
     if len(files) < 2 or (len(files) > 2 and out is None):
         raise FedsieveError("mask diff: name two masks, or more together with --out FILE for a page")
-    masks = {str(file): Mask.load(file) for file in files}
+    masks = {str(file): _load_mask(file) for file in files}
     if len(files) == 2:
         one, two = masks.values() if len(masks) == 2 else 2 * list(masks.values())
+        try:
+            one.check(two.space)
+        except FedsieveError as error:
+            raise FedsieveError(f"{files[0]} and {files[1]} cannot be compared: {error}") from None
         table = Table(title=f"{files[0]} against {files[1]}", title_justify="left")
         table.add_column("block")
         for column in ("in both", "only the first", "only the second", "Jaccard", "by chance"):
@@ -331,6 +336,16 @@ def mask_diff(
         console.print(same, highlight=False)
     if out is not None:
         console.print(f"page: {write_mask_page(masks, out)}", highlight=False, soft_wrap=True)
+
+
+def _load_mask(file: Path) -> "Mask":
+    from fedsieve.mask.mask import Mask
+
+    if file.is_dir():
+        inside = sorted([*file.glob("masks/*.safetensors"), *file.glob("*.safetensors")])
+        found = f"Masks in it: {', '.join(map(str, inside))}" if inside else "No mask is in it"
+        raise FedsieveError(f"{file}: a folder, not a mask file. {found}")
+    return Mask.load(file)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import safetensors.torch
@@ -12,7 +13,8 @@ import yaml
 from tests.conftest import TINY
 
 from fedsieve.cli import main
-from fedsieve.config import parse_config
+from fedsieve.config import LayerKind, parse_config
+from fedsieve.runner.listing import KINDS
 
 
 @pytest.fixture
@@ -226,6 +228,8 @@ def test_list_shows_what_a_config_may_say(capsys):
     for kind in kinds:
         assert fedsieve("list", kind, *(["vit_small*dino"] if kind == "models" else [])) == 0
         assert capsys.readouterr().out.strip()
+    assert {"kinds", "rules"} <= set(kinds)
+    assert set(KINDS) == {"default", "all", *get_args(LayerKind)}
     assert fedsieve("list", "modles") == 2
     assert 'Did you mean "models"' in capsys.readouterr().err
 

@@ -5,11 +5,14 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from rich.console import Console
 from tests.end_to_end.test_command_line import fedsieve
 
 from fedsieve.mask.mask import Mask
+from fedsieve.model.space import ParamSpace
 from fedsieve.runner.experiment import load_model, resume, run
 from fedsieve.runner.patch import load_patch
+from fedsieve.runner.progress import Display
 
 SIEVE = "mask={rule: least_sensitive, sparsity: 0.8, calibration_rounds: 2, fisher: {samples: 50}}"
 
@@ -106,6 +109,33 @@ def test_a_patch_on_other_weights_or_a_damaged_one_is_refused(finished, tmp_path
     assert "not a patch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"experiment": None}, {"base": None}, *({"metadata": text} for text in (None, "{", "[]", "{}"))],
+)
+def test_a_patch_with_damaged_notes_is_refused(finished, tmp_path, capsys, damage):
+    patch = tmp_path / "patch.safetensors"
+    assert fedsieve("export", finished, "--sparse", "--to", patch) == 0
+    with safetensors.safe_open(patch, "pt") as content:
+        notes = {name: text for name, text in (content.metadata() | damage).items() if text is not None}
+    safetensors.torch.save_file(safetensors.torch.load_file(patch), patch, notes)
+    assert fedsieve("export", patch, "--to", tmp_path / "full.safetensors") == 1
+    assert "patch.safetensors: damaged: its notes" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_mask_commands_name_the_files_that_do_not_serve(finished, tmp_path, capsys):
+    file, other = finished / "masks" / "backbone.safetensors", tmp_path / "other.safetensors"
+    Mask.ones(ParamSpace(("a",), ((3,),))).save(other)
+    assert fedsieve("mask", "diff", file, other) == 2
+    assert f"{file} and {other} cannot be compared" in capsys.readouterr().err
+    for folder in (finished, finished / "masks"):
+        assert fedsieve("mask", "show", folder) == 2
+        assert f"{folder}: a folder, not a mask file. Masks in it: {file}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert fedsieve("mask", "show", tmp_path / "empty") == 2
+    assert "No mask is in it" in capsys.readouterr().err
+
+
 def test_mask_show_and_diff(finished, tmp_path, capsys):
     mask = Mask.load(finished / "masks" / "backbone.safetensors")
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
@@ -147,3 +177,32 @@ def test_adamw_resumes_like_sgd(tiny, tmp_path, kind):
         safetensors.torch.load_file(tmp_path / n / "checkpoints" / "final.safetensors") for n in ("whole", "cut")
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_mask_that_was_exchanged_in_a_stopped_run_is_noticed(tiny, tmp_path):
+    """Another mask of the same size would go unnoticed by shapes, and leave the momentum on the wrong weights."""
+    experiment = tiny("mask={rule: random, sparsity: 0.9}", "stages.backbone.sparse=true", "checkpoint.every_seconds=0")
+
+    class Stop(Exception):
+        pass
+
+    class Stopping(Display):
+        def step(self, stage, tick):
+            if stage == "backbone" and tick.step == 3:
+                raise Stop
+
+    whole = run(experiment, tmp_path / "whole")
+    with pytest.raises(Stop):
+        run(experiment, tmp_path / "cut", Stopping(Console(), quiet=True))
+    file = tmp_path / "cut" / "masks" / "backbone.safetensors"
+    mask = Mask.load(file)
+    Mask.from_bool(mask.space, mask.to_bool().flip(0)).save(file)
+    again = resume(tmp_path / "cut")
+    assert again["stages"]["backbone"]["mask_id"] == whole["stages"]["backbone"]["mask_id"]
+    assert again["test_loss"] == whole["test_loss"]
+
+
+def test_a_mask_of_the_head_is_judged_by_the_classes_there_are(tiny, tmp_path):
+    stage = "stages=[{name: head, train: head, epochs: 1, sparse: true, optimizer: {lr: 0.1}}]"
+    summary = run(tiny(stage, "mask={rule: random, sparsity: 0.98}"), tmp_path / "run")
+    assert summary["stages"]["head"]["active"] == 3

@@ -75,6 +75,14 @@ def test_random_masks_overlap_as_expected_by_chance():
         ("backbone.layer2.0.conv1.weight", "layer2.0"),
         ("backbone.stages.2.1.transformer.0.attn.qkv.weight", "stages.2.1.transformer.0"),
         ("backbone.stages.2.blocks.3.mlp.0.weight", "stages.2.blocks.3"),
+        ("backbone.features.conv0.weight", "embed"),
+        ("backbone.features.denseblock1.denselayer12.conv1.weight", "features.denseblock1.denselayer12"),
+        ("backbone.features.transition2.conv.weight", "features.transition2"),
+        ("backbone.s3.b10.conv1.bn.weight", "s3.b10"),
+        ("backbone.stem.conv.weight", "embed"),
+        ("backbone.levels.1.transformer_encoder.0.attn.qkv.weight", "levels.1.transformer_encoder.0"),
+        ("backbone.stage2.3.mlp.conv1.weight", "stage2.3"),
+        ("backbone.network.2.1.mlp.fc1.weight", "network.2.1"),
     ],
 )
 def test_names_fall_into_blocks(name, block):

@@ -247,3 +247,18 @@ def test_shrinking_changes_the_frozen_weights_and_restores_their_bits(bound):
 
 def test_magnitude_is_the_absolute_weight():
     assert magnitude(nn.Parameter(torch.tensor([-2.0, 1.0]))).tolist() == [2.0, 1.0]
+
+
+def test_labels_that_the_model_does_not_have_are_refused():
+    model = nn.Linear(4, 3)
+    inputs, labels = torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 0])
+    with pytest.raises(FedsieveError, match="3 classes"):
+        fisher(model, ParamSpace.of(model), [(inputs, labels)], None)
+
+
+def test_a_generator_draws_as_its_numbers_would():
+    model = nn.Linear(4, 3)
+    batches = [(torch.randn(5, 4), torch.zeros(5).long()), (torch.randn(3, 4), torch.zeros(3).long())]
+    space = ParamSpace.of(model)
+    given = fisher(model, space, batches, np.random.default_rng(0).random(8))
+    assert torch.equal(fisher(model, space, batches, np.random.default_rng(0)), given)

@@ -1,15 +1,18 @@
+import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from fedsieve.errors import FedsieveError
+from fedsieve.mask import selection
 from fedsieve.mask.overlap import blocks
-from fedsieve.mask.selection import apportion, attention_heads, can_last, group_ids, select
+from fedsieve.mask.selection import apportion, attention_heads, can_last, fill, group_ids, select
 from fedsieve.model.space import ParamSpace
 
 SPACE = ParamSpace(
@@ -160,13 +163,20 @@ def test_requests_that_make_no_sense_are_refused():
         ({"allocation": "layer"}, "not one of global, tensor, block"),
         ({"granularity": "column"}, "not one of weight, row"),
         ({"granularity": "attention_head"}, "finds no attention"),
-        ({"granularity": "block", "allocation": "block"}, "must lie inside one block"),
+        ({"granularity": "block", "allocation": "block"}, "a block is kept or frozen whole"),
         ({"granularity": "attention_head", "allocation": "tensor"}, "must lie inside one tensor"),
         ({"granularity": "block", "k": 1}, "too few for any group: the smallest has 2"),
     ]:
         request = {"scores": scores, "active": active, "k": 10, "space": SPACE, "lowest": True} | change
         with pytest.raises(FedsieveError, match=message):
             select(**request)
+
+
+def test_whole_numbers_too_large_for_float32_are_told_apart():
+    space = ParamSpace(("a",), ((50,),))
+    scores = 2**30 + torch.arange(50).flip(0)
+    kept = select(scores, torch.ones(50, dtype=torch.bool), 3, space, lowest=True)
+    assert kept.nonzero().flatten().tolist() == [47, 48, 49]
 
 
 class Attention(nn.Module):
@@ -223,6 +233,52 @@ def test_groups_are_those_written_out(granularity):
         group_ids(ParamSpace.of(NET, ["blocks.0.attn.qkv.weight"]), "attention_head", {"blocks.0.attn": 4})
 
 
+def test_attention_whose_rows_lie_elsewhere_is_left_out():
+    with torch.device("meta"):
+        swin, tiny, former, gcvit = (
+            timm.create_model(name)
+            for name in ("swin_tiny_patch4_window7_224", "tiny_vit_5m_224", "efficientformer_l1", "gcvit_xxtiny")
+        )
+    assert len(attention_heads(swin)) == 12
+    assert attention_heads(tiny) == attention_heads(former) == {}
+    with pytest.raises(FedsieveError, match="finds no attention"):
+        group_ids(ParamSpace.of(tiny), "attention_head", attention_heads(tiny))
+    # Its global blocks take q from elsewhere: they have a joint layer of k and v only.
+    heads = attention_heads(gcvit)
+    assert heads and all(gcvit.get_submodule(f"{name}.qkv").out_features % 3 == 0 for name in heads)
+    assert (group_ids(ParamSpace.of(gcvit), "attention_head", heads) >= 0).any()
+
+
+def slow_fill(sizes: list[int], room: int) -> list[int]:
+    """All subsets: the largest total that fits, and of its subsets the one with the earliest groups."""
+    subsets = itertools.chain.from_iterable(itertools.combinations(range(len(sizes)), n) for n in range(len(sizes) + 1))
+    fitting = [subset for subset in subsets if sum(sizes[place] for place in subset) <= room]
+    most = max(sum(sizes[place] for place in subset) for subset in fitting)
+    return list(min(subset for subset in fitting if sum(sizes[place] for place in subset) == most))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=9), st.integers(0, 150), st.sampled_from([1, 6, 1000]))
+def test_a_budget_is_filled_as_the_best_of_all_subsets_fills_it(sizes, room, unit):
+    assert fill([unit * size for size in sizes], unit * room + unit - 1) == slow_fill(sizes, room)
+
+
+def test_too_many_groups_are_taken_in_order(monkeypatch):
+    assert fill([2, 7, 1, 4], 8) == [1, 2]
+    monkeypatch.setattr(selection, "_MOST_BITS", 0)
+    assert fill([2, 7, 1, 4], 8) == [0, 2, 3]
+
+
+def test_blocks_of_a_vision_transformer_use_their_budget():
+    """The best-scored small groups must not take the place of the only block that fits."""
+    with torch.device("meta"):
+        space = ParamSpace.of(timm.create_model("vit_small_patch16_224", num_classes=100))
+    scores = torch.from_numpy(np.repeat(["block" in name for name in space.names], np.diff(space.offsets))).float()
+    k = round(0.1 * space.size)
+    kept = select(scores, torch.ones(space.size, dtype=torch.bool), k, space, lowest=True, granularity="block")
+    assert 0.098 * space.size < int(kept.sum()) <= k
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(0, 999),
@@ -239,7 +295,7 @@ def test_groups_are_those_written_out(granularity):
         ]
     ),
 )
-def test_group_selection_is_greedy_feasible_and_maximal(seed, k, lowest, how):
+def test_group_selection_fills_each_units_budget_with_its_best_groups(seed, k, lowest, how):
     granularity, allocation = how
     rng = np.random.default_rng(seed)
     scores = torch.from_numpy(rng.integers(0, 6, NET_SPACE.size).astype(np.float32))
@@ -262,13 +318,12 @@ def test_group_selection_is_greedy_feasible_and_maximal(seed, k, lowest, how):
     room = slow_seats(min(k, sum(totals)), totals, [0] * len(units), totals)
     ids = group_ids(NET_SPACE, granularity, attention_heads(NET))
     sign = 1 if lowest else -1
+    groups.sort(key=lambda group: (sign * float(scores[group].double().sum()) / len(group), ids[group[0]]))
     expected: set[int] = set()
-    for group in sorted(
-        groups, key=lambda group: (sign * float(scores[group].double().sum()) / len(group), ids[group[0]])
-    ):
-        if len(group) <= room[unit_of[group[0]]]:
-            room[unit_of[group[0]]] -= len(group)
-            expected |= set(group)
+    for number, budget in enumerate(room):
+        mine = [group for group in groups if unit_of[group[0]] == number]
+        for place in fill([len(group) for group in mine], budget):
+            expected |= set(mine[place])
     options = {"lowest": lowest, "granularity": granularity, "allocation": allocation, "heads": attention_heads(NET)}
     if not expected:
         with pytest.raises(FedsieveError, match="too few for any group"):
@@ -281,13 +336,22 @@ def test_group_selection_is_greedy_feasible_and_maximal(seed, k, lowest, how):
 
 
 def test_groups_too_large_to_last_are_left_out_at_once():
-    space = ParamSpace(("blocks.0.w", "norm.weight"), ((10,), (2,)))
-    everything = torch.ones(12, dtype=torch.bool)
-    assert can_last(5, everything, space, granularity="block").nonzero().flatten().tolist() == [10, 11]
+    space = ParamSpace(("blocks.0.w", "blocks.1.w", "norm.weight"), ((10,), (10,), (2,)))
+    everything = torch.ones(22, dtype=torch.bool)
+    assert can_last(5, everything, space, granularity="block").nonzero().flatten().tolist() == [20, 21]
     with pytest.raises(FedsieveError, match="too few for any group"):
         can_last(1, everything, space, granularity="block")
-    with pytest.raises(FedsieveError, match=r"smallest feasible density is 0\.166667"):
+    with pytest.raises(FedsieveError, match=r"smallest feasible density is 0\.136364"):
         can_last(1, everything, space)
+
+
+def test_a_block_that_is_most_of_the_model_and_cannot_last_is_refused():
+    space = ParamSpace(("odd.0.w", "odd.1.w", "norm.weight"), ((10,), (10,), (2,)))
+    everything = torch.ones(22, dtype=torch.bool)
+    with pytest.raises(FedsieveError, match='group "embed" holds 91 % of the maskable weights.* Use granularity: row'):
+        can_last(5, everything, space, granularity="block")
+    assert can_last(20, everything, space, granularity="block").all()
+    assert can_last(5, everything, space, granularity="row").all()
 
 
 def test_quotas_follow_the_maskable_weights_and_not_what_is_left_of_them():

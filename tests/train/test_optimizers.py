@@ -269,3 +269,12 @@ def test_what_cannot_work_is_refused(build, message):
     model = network()
     with pytest.raises(FedsieveError, match=message):
         build(model, Mask.ones(ParamSpace.of(model)))
+
+
+def test_a_mask_of_another_space_of_the_same_size_is_refused():
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    first, second = (ParamSpace.of(model, [f"{name}.weight"]) for name in "ab")
+    with pytest.raises(FedsieveError):
+        SparseSGDM(model, Mask.ones(first), lr=0.1).set_mask(Mask.ones(second))
+    with pytest.raises(FedsieveError, match="another space"):
+        SparseSGDM(first.bind(model), Mask.ones(second), lr=0.1)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from fedsieve.bench.result import Result, synchronize
+from fedsieve.bench.result import Result, alternate, synchronize
 from fedsieve.config import Experiment, Model, Stage
-from fedsieve.mask.calibration import calibrate
-from fedsieve.mask.scores import fisher
+from fedsieve.mask.calibration import calibrate, hybrid
+from fedsieve.mask.scores import fisher, magnitude
 from fedsieve.model.build import build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
@@ -47,11 +47,12 @@ def mask(device: torch.device, smoke: bool) -> Result:
         scores, seconds = _timed(score, device)
         result.rows.append((f"Fisher per {per}", f"{images:,}", f"{seconds:.2f}", f"{images / seconds:,.0f}"))
     on_host = scores.cpu()
-    for rounds in (1, 4):
-        _, seconds = _timed(
-            partial(calibrate, lambda *_: on_host, space, sparsity=0.9, lowest=True, rounds=rounds), device
-        )
-        result.rows.append((f"calibration, {rounds} rounds", "-", f"{seconds:.2f}", "-"))
+    weights = magnitude(space.read(model)).cpu()
+    for kind, scored in (("one score", lambda *_: on_host), ("hybrid ranks", lambda *_: hybrid(on_host, weights))):
+        for rounds in (1, 4):
+            call = partial(calibrate, scored, space, sparsity=0.9, rule="least_sensitive", rounds=rounds)
+            seconds = alternate({"calibrate": call}, device, 1 if smoke else 3)["calibrate"]
+            result.rows.append((f"calibration, {rounds} rounds, {kind}", "-", f"{seconds:.2f}", "-"))
     return result
 
 

@@ -1,0 +1,167 @@
+"""Client-level differential privacy with a trusted server (McMahan et al. 2018): clipping, Poisson cohorts, noise.
+
+Every client counts once, whatever it holds. The sum of clipped updates gets Gaussian noise and is divided by the
+expected size of a cohort, so that one client more or less (add/remove neighbours) changes the sum by the clip norm at
+most. Privacy loss distributions (dp-accounting) say what it costs. Cohorts and noise come from a secret key, never from
+the experiment's seed: whoever knows them can take the noise away.
+"""
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from scipy.special import ndtri
+from torch import Tensor
+
+from fedsieve.errors import FedsieveError
+
+INTERVAL = 2e-4  # between privacy losses that are told apart; the account errs upwards only
+
+
+# --- the secret ------------------------------------------------------------------------------------------------------
+
+
+def load_or_make_key(path: Path, resumed: bool = False) -> bytes:
+    """The 32 secret bytes in the file `path`, which only its owner can read; made there where there is none.
+
+    A run that is `resumed` must find its key: with another one it would give out rounds twice, with different noise.
+    """
+    if not path.exists():
+        if resumed:
+            raise FedsieveError(
+                f"{path}: the key of this run's noise is gone, so it cannot be continued: start it anew", 1
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
+        with os.fdopen(handle, "wb") as file:
+            file.write(os.urandom(32))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    if path.stat().st_mode & 0o077:
+        raise FedsieveError(f"{path}: others can read this key. Make it private (chmod 600), or start the run anew", 1)
+    key = path.read_bytes()
+    if len(key) != 32:
+        raise FedsieveError(f"{path}: not a key: {len(key)} bytes instead of 32", 1)
+    return key
+
+
+def uniform(key: bytes, count: int, purpose: str, *address: int | str) -> np.ndarray:
+    """Numbers between 0 and 1, both excluded, from ChaCha20's stream at an address such as (stage, round)."""
+    stream = hashlib.blake2b(repr((purpose, *address)).encode(), key=key, digest_size=32).digest()
+    data = Cipher(algorithms.ChaCha20(stream, bytes(16)), mode=None).encryptor().update(bytes(8 * count))
+    return ((np.frombuffer(data, "<u8") >> np.uint64(12)) + 0.5) * 2.0**-52
+
+
+# --- the mechanism ---------------------------------------------------------------------------------------------------
+
+
+def poisson_cohort(key: bytes, clients: int, rate: float, stage: str, round: int) -> np.ndarray:
+    """The clients of a round, ascending: each of those numbered below `clients` by its own draw. There may be none."""
+    return np.flatnonzero(uniform(key, clients, "cohort", stage, round) < rate)
+
+
+def clipped(values: Tensor, clip: float) -> Tensor:
+    """One client's values, shortened to the L2 norm `clip`, in float64; zeros in place of what is not finite."""
+    values = values.double()
+    norm = values.norm().item()
+    return values * min(1.0, clip / max(norm, 1e-300)) if math.isfinite(norm) else torch.zeros_like(values)
+
+
+def noisy(total: Tensor, deviation: float, key: bytes, *address: int | str) -> Tensor:
+    """A sum over clients, (k,), with Gaussian noise of this deviation on each value, in float64."""
+    noise = torch.from_numpy(ndtri(uniform(key, total.numel(), "noise", *address)))
+    return total.double() + deviation * noise.view(total.shape).to(total.device)
+
+
+def noisy_mean(
+    total: Tensor, sigma: float, clip: float, rate: float, clients: int, key: bytes, stage: str, round: int
+) -> Tensor:
+    """The mean update that a round gives out, from the sum of its clipped updates; also where nobody answered."""
+    return noisy(total, sigma * clip, key, stage, round) / (rate * clients)
+
+
+def expected_ratio(sigma: float, rate: float, clients: int, k: int) -> float:
+    """The norm of the noise on a mean update of k values, by the clip norm: sigma sqrt(k) / (rate clients)."""
+    return sigma * math.sqrt(k) / (rate * clients)
+
+
+def warning(ratio: float) -> str | None:
+    """What to say of an expected noise-to-clip ratio before training; nothing up to 1."""
+    if ratio <= 1:
+        return None
+    return (
+        f"privacy.dp: the noise on a round's mean update is about {ratio:.3g} times as long as the longest update. To "
+        f"bring it down to that takes {ratio:.3g} times as many clients a round, or a mask of 1/{ratio**2:.3g} of the "
+        "density; more clients in all, fewer rounds and a larger epsilon also help"
+    )
+
+
+# --- the account -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Release:
+    """A noisy sum that is given out `times` times: mask scores, ridge statistics, or the rounds of another stage.
+
+    Every client's part is clipped to a norm, and the noise has `sigma` times that as its deviation; None: the sigma of
+    the rounds that are asked about. Clients take part with probability `rate`.
+    """
+
+    sigma: float | None = None
+    rate: float = 1.0
+    times: int = 1
+
+
+def spent(sigma: float, rate: float, rounds: int, delta: float, others: Sequence[Release] = ()) -> float:
+    """The epsilon of so many rounds and of all other releases, at this delta."""
+    done = [(sigma if item.sigma is None else item.sigma, item.rate, item.times) for item in others if item.times]
+    done += [(sigma, rate, rounds)] if rounds else []
+    if not done:
+        return 0.0
+    least = min(noise for noise, _, _ in done)
+    if least <= 0:
+        return math.inf
+    interval = INTERVAL * max(1.0, least**-2)  # large losses need no finer steps, which would take seconds
+    composed, *rest = (_loss(noise, share, interval).self_compose(times) for noise, share, times in done)
+    for item in rest:
+        composed = composed.compose(item)
+    return float(composed.get_epsilon_for_delta(delta))
+
+
+def noise_for(epsilon: float, delta: float, rate: float, rounds: int, others: Sequence[Release] = ()) -> float:
+    """The least sigma (to 0.1 %, from 0.05 up) with which so many rounds and all other releases spend no more."""
+    fixed = [item for item in others if item.sigma is not None]
+    alone = spent(1.0, rate, 0, delta, fixed)
+    if alone >= epsilon:
+        raise FedsieveError(
+            f"privacy.dp: the statistics given out before training spend epsilon {alone:.3g} of {epsilon:g} by "
+            "themselves. Give them more noise, make them from public data, or allow a larger epsilon"
+        )
+    high = 0.1
+    while spent(high, rate, rounds, delta, others) > epsilon:
+        high *= 2
+    low = high / 2
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if spent(middle, rate, rounds, delta, others) > epsilon else (low, middle)
+    return high
+
+
+@lru_cache(maxsize=8)
+def _loss(sigma: float, rate: float, interval: float) -> Any:
+    """The privacy loss distribution of one release."""
+    from dp_accounting.pld import privacy_loss_distribution  # seconds to import
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        sigma, sampling_prob=rate, value_discretization_interval=interval
+    )
