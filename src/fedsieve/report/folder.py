@@ -46,7 +46,8 @@ class StageSummary(Scores):
     epochs: int | None = None
     client_val_accuracy: float | None = None  # on images that clients hold back
     # Of a sparse stage's mask:
-    sparsity: float | None = None  # of the maskable weights
+    sparsity: float | None = None  # of the maskable weights, as asked,
+    reached_sparsity: float | None = None  # and as whole groups allowed
     active: int | None = None
     mask_id: str | None = None
     rule: str | None = None

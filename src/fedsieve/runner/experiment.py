@@ -49,7 +49,7 @@ from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, Tick, measure, predict
-from fedsieve.train.sieve import make_mask
+from fedsieve.train.sieve import make_mask, reached_sparsity
 from fedsieve.wire.ledger import totals
 
 SAMPLES = 48  # test images kept for the page
@@ -291,6 +291,7 @@ class _Run:
         return {
             "rule": sieve.rule,
             "sparsity": sieve.sparsity,
+            "reached_sparsity": reached_sparsity(mask, sieve, self.setup.model),
             "active": mask.count,
             "active_share": mask.count / sum(parameter.numel() for parameter in self.setup.model.parameters()),
             "mask_id": mask.id,

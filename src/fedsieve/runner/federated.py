@@ -26,6 +26,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.runner.setup import Setup, feature_feeds
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
+from fedsieve.train.sieve import reached_sparsity
 from fedsieve.wire.ledger import Direction, Ledger
 
 Watch = Callable[[], dict[str, float]]
@@ -223,5 +224,6 @@ def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, se
     if bits is not None:
         mask = Mask(setup.space(stage), bits.numpy())
         whole = sum(parameter.numel() for parameter in setup.model.parameters())
+        described["reached_sparsity"] = reached_sparsity(mask, sieve, setup.model)
         described |= {"active": mask.count, "active_share": mask.count / whole, "mask_id": mask.id}
     return described

@@ -124,6 +124,12 @@ def taking_part(sieve: Sieve, model: nn.Module, space: ParamSpace) -> Tensor:
     return taking & torch.from_numpy(group_ids(space, sieve.granularity, heads) >= 0)
 
 
+def reached_sparsity(mask: Mask, sieve: Sieve, model: nn.Module) -> float:
+    """The share of maskable weights that a mask freezes: what was asked for, or a little more where groups are whole."""
+    taking = int(taking_part(sieve, model, mask.space).sum())
+    return 1 - mask.count / taking if taking else 0.0
+
+
 def check_sieve(sieve: Sieve, model: nn.Module, space: ParamSpace) -> None:
     """Refuse a mask that cannot be made, before anything is scored: too sparse for its floors or its groups."""
     check_request(sieve.allocation, sieve.granularity)
