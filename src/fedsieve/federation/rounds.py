@@ -216,7 +216,7 @@ class Federated:
         if trains:
             self._train(trains, rate, fates, refused, tally)
             if not tally.trained:
-                self._diverged()
+                self._diverged(number + 1)
         if tally.replies >= self.settings.minimum_replies:
             self._step(tally)
         else:
@@ -287,12 +287,12 @@ class Federated:
 
     def _check(self, record: Mapping[str, Any]) -> None:
         if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
-            self._diverged()
+            self._diverged(self.state.round)
 
-    def _diverged(self) -> NoReturn:
+    def _diverged(self, number: int) -> NoReturn:
         name = self.stage.name
         raise FedsieveError(
-            f'stage "{name}" diverged by round {self.state.round}: the loss is not finite, or weights are too large to send. '
+            f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
             f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
             f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm",
             1,
@@ -556,7 +556,7 @@ class Federated:
                 key=key,
             )
         except FedsieveError:  # not finite, or too large for the format
-            self._diverged()
+            self._diverged(state.round + 1)
         received = decode(message, self.down, over, round=state.round, device=self.device).values.to(self.theta.dtype)
         self._lay(received if base is None else base + received, self.moved_index)
         enclosed = 0
