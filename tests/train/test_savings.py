@@ -45,7 +45,7 @@ def test_gradients_of_active_weights_stay_the_same(share):
     spared = gradient(model, space, theta)
     active = mask.to_bool()
     assert torch.allclose(spared[active], dense[active], atol=1e-7)
-    if share < 0.75:
+    if share < 0.2:
         matrix = space.view(spared, "backbone.blocks.1.mlp.fc1.weight")
         rows = mask.tensor("backbone.blocks.1.mlp.fc1.weight").any(1)
         assert (matrix[~rows] == 0).all() and (matrix[rows] != 0).any()
@@ -59,7 +59,7 @@ def test_autocast_reaches_the_rows():
     theta = space.bind(model)
     bf16 = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     dense = gradient(model, space, theta, bf16)
-    mask = row_mask(space, 0.3)
+    mask = row_mask(space, 0.1)
     spare_frozen(model, mask)
     spared = gradient(model, space, theta, bf16)
     active = mask.to_bool()

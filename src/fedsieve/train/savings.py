@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedsieve.mask.mask import Mask
 
 # Above this share of active rows, gathering them costs more than it saves.
-WORTHWHILE = 0.75
+WORTHWHILE = 0.2
 
 
 def spare_frozen(model: nn.Module, mask: Mask, rows: bool = True) -> Callable[[], None]:
