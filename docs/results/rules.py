@@ -3,7 +3,7 @@
 python docs/results/rules.py --data CIFAR100 --weights VIT_TINY.safetensors --out rules.csv [--smoke]
 
 Every rule and sparsity gets its own rate: a short run per rate on seed 0, compared on validation, the range widened while
-the best lies at its edge. Then a longer run at that rate for every seed, tested once, after its last epoch.
+the best lies at its edge. Then a longer run at that rate for every seed, tested once, with the weights of its best epoch on validation.
 """
 
 import argparse
