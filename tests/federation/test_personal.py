@@ -349,8 +349,8 @@ def test_what_clients_measure_is_in_the_ledger(federated, running):
     assert down.tolist() == [record["bytes_down"] for record in found.records]
     said = [line for line in lines(found.context.ledger.path) if line.what == "metrics"]
     population = found.context.population
-    for number in (1, 2):  # after the second round and, as the last, after the third
-        assert [line.client for line in said if line.round == number] == population.cohort("all", number + 1).tolist()
+    for number in (2, 3):  # after the second round and, as the last, after the third
+        assert [line.client for line in said if line.round == number] == population.cohort("all", number).tolist()
     assert len(said) == 8 and {line.size for line in said} == {68 + 16} and {line.direction for line in said} == {"up"}
     model = 4 * (4 * found.space.size + 68)
     more = [one["bytes_down"] - other["bytes_down"] for one, other in zip(found.records, plain.records, strict=True)]

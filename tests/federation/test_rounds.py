@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fedsieve.runner.experiment import load_model
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import prepare
 from fedsieve.train.sieve import squared_gradients
-from fedsieve.wire.ledger import totals
+from fedsieve.wire.ledger import lines, totals
 
 
 def test_fedavg_equals_a_plain_one_written_out(federated, running):
@@ -134,8 +135,16 @@ def test_what_goes_wrong_is_recorded_and_the_round_goes_on(federated, running):
     failures = "federation.failures={unavailable: 0.2, crash: 0.2, corrupt: 0.3, deadline: 1}"
     found = running(federated(failures, "stages.all.rounds=12", "federation.devices=[{delay: 1}]"))
     assert {"unavailable", "crash", "late", "checksum"} <= set(found.state.refused) | {"magic", "length", "version"}
+    found.context.ledger.sync()
+    told = [line for line in lines(found.context.ledger.path) if line.status != "ok"]
     for record in found.records:
         assert record["replies"] + sum(record["refused"].values()) == record["cohort"]
+        # The ledger names each client whose reply did not count, in the round that metrics speak of.
+        reasons = {line.client: line.status for line in told if line.round == record["round"]}
+        assert Counter(reasons.values()) == record["refused"]
+        cohort = found.context.population.cohort("all", record["round"] - 1)
+        assert set(reasons) <= set(cohort.tolist())
+    assert {(line.direction, line.what) for line in told if not line.size} == {("down", "model"), ("up", "update")}
     unreached = found.records[0]["refused"].get("unavailable", 0)
     assert found.records[0]["bytes_down"] > 0 or unreached == 3
 

@@ -17,7 +17,10 @@ Reply = Message | MessageError
 
 
 class Channel:
-    """What one stage sends down and takes up, noted in the ledger (None: nobody counts)."""
+    """What one stage sends down and takes up, noted in the ledger (None: nobody counts).
+
+    Rounds are numbered from 0 here and in messages, as in all of the code; from 1 in the ledger, as in all that users read.
+    """
 
     def __init__(self, ledger: Ledger | None, seed: int, stage: str, device: torch.device | str = "cpu") -> None:
         self.ledger, self.seed, self.stage, self.device = ledger, seed, stage, device
@@ -88,9 +91,14 @@ class Channel:
             self._note(round, client, "up", what, len(message), status)
         return replies
 
+    def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
+        """Note that nothing came of a message, and why."""
+        for client in clients:
+            self._note(round, client, way, what, 0, reason)
+
     def _note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
         if self.ledger is not None:
-            self.ledger.add(self.stage, round, client, way, what, size, status)
+            self.ledger.add(self.stage, round + 1, client, way, what, size, status)
 
     def _damaged(self, message: bytes, *address: int | str) -> bytes:
         """A message with one bit turned over on its way."""

@@ -34,6 +34,7 @@ from fedsieve.train.loop import Tick, predict
 from fedsieve.train.schedule import learning_rate
 from fedsieve.wire.codec import Coding, MessageError
 
+TOO_FEW = "too few replies"
 METRICS = ParamSpace(("metrics",), ((2,),))  # what clients send of their validation: loss and correct answers, summed
 
 
@@ -132,6 +133,10 @@ class Federated:
         self._send(reached, number)
         self._send_control(reached)
         trains = [client for client in reached if client not in refused]
+        self.channel.silence(
+            "model", [client for client in cohort if client not in reached], number, "down", "unavailable"
+        )
+        self.channel.silence("update", [client for client in reached if client in refused], number, "up", "crash")
         rate = learning_rate(number, self.length, stage.optimizer.lr, stage.schedule, stage.warmup_rounds)
         effort = Effort()
         # Clients train and answer as the mean asks for them. Whatever else is to be made of updates is made here.
@@ -142,7 +147,9 @@ class Federated:
         if replies >= self.settings.minimum_replies:
             self._step(mean)
         else:
-            refused |= {client: "too few replies" for client in trains if client not in refused}
+            wasted = [client for client in trains if client not in refused]
+            self.channel.silence("update", wasted, number, "up", TOO_FEW)
+            refused |= dict.fromkeys(wasted, TOO_FEW)
         return self._record(effort, rate, len(cohort), replies, refused)
 
     def _train(self, clients: list[int], rate: float, effort: "Effort") -> Iterator[tuple[list[int], Trained]]:
@@ -188,7 +195,12 @@ class Federated:
         fates: Mapping[int, str],
         refused: dict[int, str],
     ) -> Iterator[Update]:
-        """Take up what clients send, and give what is sound; why others are not goes into `refused`."""
+        """Take up what clients send, and give what is sound; why others are not goes into `refused`.
+
+        With error feedback a client keeps what did not get through. It knows no more than the answer to its upload: accepted,
+        and it keeps what rounding took; refused, whatever the reason, and it keeps the whole update. Whether enough others
+        answered for the round to count it never learns.
+        """
         residual = f"{self.stage.name}.residual"
         for clients, result in trained:
             moved, found = result.moved, list[int]()
@@ -216,7 +228,7 @@ class Federated:
                         found.append(client)
                         weight = float(reply.n) if self.settings.weighting == "examples" else 1.0
                         yield Update(client, update, weight, places)
-                    if rest is not None:
+                    if rest is not None and rest.isfinite().all():  # what went astray is not worth keeping
                         self.context.store.put(client, self.state.round, **{residual: rest})
             if result.gradients is not None:
                 self._take_controls(clients, result.gradients, fates)
@@ -333,7 +345,7 @@ class Federated:
                 for name, values in state.server.items()
             }
         self._use(mask)
-        self.context.keep_mask("" if generation == 0 else f"round-{state.round}", mask)
+        self.context.keep_mask("" if generation == 0 else f"round-{state.round + 1}", mask)
 
     def _use(self, mask: Mask | None) -> None:
         """Train the weights of `mask` from here on (None: all)."""
