@@ -335,7 +335,7 @@ class Federated:
         old = None if state.mask is None else self._as_mask(state.mask).indices().to(self.device)
         moved = mask if state.moved is None else mask | self._as_mask(state.moved)
         state.mask, state.moved = torch.from_numpy(mask.bits.copy()), torch.from_numpy(moved.bits.copy())
-        state.generation += 1
+        state.generation, state.ahead = state.generation + 1, []
         if self.settings.devices:
             state.ranks = scores[mask.indices()]
         if old is not None:
