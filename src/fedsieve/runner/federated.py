@@ -23,7 +23,7 @@ from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
-from fedsieve.model.build import OnFeatures
+from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.setup import Setup, feature_feeds
 from fedsieve.train.feed import Feed
@@ -215,6 +215,7 @@ def _shared_mask(experiment: Experiment, stage: Mapping[str, Any], folder: Path)
 def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, setup: Setup) -> dict[str, Any]:
     """What the summary says of a federated stage beside what it says of any."""
     described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
+    described["dense"] = ParamSpace.of(setup.model, dense_names(setup.model, stage.train)).size
     described |= {key: value for key, value in state.chosen.items() if key.startswith("client_val_")}
     sieve = experiment.mask_of(stage)
     if sieve is None:
