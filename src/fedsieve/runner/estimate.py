@@ -1,6 +1,7 @@
 """The bytes that a federated stage would send, from its formats and sizes alone."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,7 +54,7 @@ class Estimate:
     extra_up: float  # all that does not come with every round: scores, masks, what earlier stages changed
     extra_down: float
     exchanges: int  # messages each way over all rounds
-    dense: int  # bytes of all of the stage's weights in fp32
+    dense: int  # bytes of all weights in fp32: the stage's, or the backbone's where LoRA or adapters train
 
     @property
     def total(self) -> float:
@@ -65,14 +66,23 @@ class Estimate:
         return 2 * self.exchanges * self.dense
 
 
+def context_bytes(changed: Mapping[str, float], space: ParamSpace) -> float:
+    """What earlier stages changed, as a message: so many weights of each tensor of `space`."""
+    counts = [round(changed.get(name, 0)) for name in space.names]
+    if not any(counts):
+        return 0.0
+    return OVERHEAD + 4 * sum(counts) + entropy(counts, [math.prod(shape) for shape in space.shapes]) / 8
+
+
 def estimate(
-    experiment: Experiment, stage: Stage, people: People, space: ParamSpace, taking: int, before: int
+    experiment: Experiment, stage: Stage, people: People, space: ParamSpace, taking: int, dense: int, before: float
 ) -> Estimate:
-    """What a stage would send: `taking` of its weights may be in a mask, and earlier stages changed `before` others."""
+    """What a stage would send: `taking` of its weights may be in a mask, dense training would send `dense`, and clients that
+    join need `before` bytes of what earlier stages changed."""
     settings = experiment.federation
     assert settings is not None
     if stage.method == "ridge":
-        return _ridge(experiment, stage, space, people)
+        return _ridge(experiment, stage, space, people, before)
     sieve, rounds = experiment.mask_of(stage), stage.length
     k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
     share = sum(device.share * device.density for device in settings.devices) or 1.0
@@ -85,21 +95,26 @@ def estimate(
     positions = entropy([kept], [round(share * k)]) / 8 if up.top_k else 0.0
     both = 2 if settings.correction.kind == "scaffold" else 1
     extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks) if sieve else (0.0, 0.0)
-    extra_down += people.met(rounds) * 4 * before
+    message_down = OVERHEAD + down.size(moved) + _indices(down, space, moved)
+    joined = people.met(rounds)
     if settings.client_validation:
+        joined = people.met(rounds + 1)
         extra_up += people.cohort * math.ceil(rounds / settings.evaluate_every) * (OVERHEAD + 16)
+        extra_down += people.cohort * message_down  # the last model, which no round follows
     if settings.blend:
-        extra_up, extra_down = extra_up + people.trainers * (OVERHEAD + 4 * k), extra_down + people.trainers * 4 * k
+        joined = people.trainers
+        extra_up, extra_down = (extra + people.trainers * (OVERHEAD + 4 * k) for extra in (extra_up, extra_down))
+    extra_down += joined * before
     return Estimate(
         message_up=both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
-        message_down=both * (OVERHEAD + down.size(moved) + _indices(down, space, moved)),
+        message_down=both * message_down,
         values_up=both * kept,
         values_down=both * moved,
         at_most=own or masks > 1,
         extra_up=extra_up,
         extra_down=extra_down,
         exchanges=rounds * people.cohort,
-        dense=dense_bytes(space),
+        dense=4 * dense,
     )
 
 
@@ -131,19 +146,19 @@ def _masks(
     return masks * scoring * scores, masks * (travels + scoring * steps)
 
 
-def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: People) -> Estimate:
+def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: People, before: float) -> Estimate:
     """A closed-form head: every client sends its sums once, and losses where nothing else can fit a temperature."""
     classes, width = space.shapes[space.names.index("head.weight")]
     size = statistics_space(width, classes).size
     asks = stage.ridge.temperature is None and experiment.data.val_fraction == 0
     return Estimate(
-        message_up=OVERHEAD + 8 * size + (8 * len(SCALES) if asks else 0),
-        message_down=dense_bytes(space) if asks else 0,
+        message_up=OVERHEAD + 8 * size + (OVERHEAD + 8 * len(SCALES) if asks else 0),
+        message_down=OVERHEAD + dense_bytes(space) if asks else 0,
         values_up=size,
         values_down=space.size if asks else 0,
         at_most=False,
         extra_up=0.0,
-        extra_down=0.0,
+        extra_down=people.trainers * before,
         exchanges=people.trainers,
         dense=dense_bytes(space),
     )
