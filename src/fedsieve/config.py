@@ -379,6 +379,9 @@ class Federation(Strict):
     clients: Positive | None = Field(None, description="default 100; a natural partition brings its own number")
     partition: Partition = Partition()
     cohort: Annotated[int, Field(ge=1)] | Share = Field(0.1, description="clients per round: a share, or a number")
+    sampling: Literal["independent", "shuffled"] = Field(
+        "independent", description="each round's cohort drawn anew, or every client once before any comes twice"
+    )
     weighting: Literal["examples", "uniform"] = "examples"
     divide_by: Literal["holders", "all"] = Field(
         "holders", description="where clients train different weights: by the weight of those who hold one, or of all"

@@ -1,7 +1,7 @@
 """Who takes part: the clients, what their devices can do, which are chosen, and what goes wrong."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -61,6 +61,12 @@ class Population:
 
     def cohort(self, stage: str, round: int) -> np.ndarray:
         """The clients of a round, ascending, drawn without replacement."""
+        if self.settings.sampling == "shuffled":
+            rounds = self.trainers // self.cohort_size  # of a pass; the few whom it leaves over are others each time
+            first = round % rounds * self.cohort_size
+            return self.trainer(
+                np.sort(_shuffled(self.seed, stage, round // rounds, self.trainers)[first : first + self.cohort_size])
+            )
         rng = generator(self.seed, "cohort", stage, round)
         return self.trainer(np.sort(rng.choice(self.trainers, self.cohort_size, replace=False, shuffle=False)))
 
@@ -88,6 +94,12 @@ class Population:
         if failures.deadline is not None and rng.exponential(device.delay) > failures.deadline:
             return "late"
         return "corrupt" if corrupt < failures.corrupt else "ok"
+
+
+@lru_cache(maxsize=2)
+def _shuffled(seed: int, stage: str, number: int, trainers: int) -> np.ndarray:
+    """The order in which a pass over all clients calls them."""
+    return generator(seed, "pass", stage, number).permutation(trainers)
 
 
 def make_population(
