@@ -1,13 +1,13 @@
 """Masks across clients: one from their summed scores, one that the server scores, one of each client's own; their tiers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedsieve.config import Sieve
-from fedsieve.federation.channel import EXACT, Channel, Reply
+from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import sum_over_clients
 from fedsieve.mask.calibration import RULES
@@ -95,20 +95,35 @@ def _summed_scores(
             inform(scoring)
         known, places = active, active.indices()
 
-        def replies() -> Iterator[Reply]:
-            for client in scoring:
-                rows = generator(seed, "fisher rows", *address, client).permutation(people.examples(client))
-                rows = rows[: -(-sieve.fisher.samples // count)]
-                part, n = squares(context, space, sieve, context.train, active, number, rows, *address, client)
-                values = part[places.to(part.device)].float()
-                yield channel.up("scores", [client], round, active, values[None], EXACT, [n])[0]
+        def make(client: int) -> tuple[Tensor, int]:
+            return client_scores(context, space, sieve, active, number, client, count, *address)
 
-        total, seen = sum_over_clients(replies(), active.count, channel.device)
+        told = {"number": number, "among": count, "address": address}
+        replies = channel.ask("scores", scoring, round, active, EXACT, make, **told)
+        total, seen = sum_over_clients(replies, active.count, channel.device)
         scores = torch.zeros(space.size)
         scores[places] = (total / seen).float().cpu()
         return scores
 
     return sensitivity
+
+
+def client_scores(
+    context: Context,
+    space: ParamSpace,
+    sieve: Sieve,
+    active: Mask,
+    number: int,
+    client: int,
+    among: int,
+    *address: int | str,
+) -> tuple[Tensor, int]:
+    """What a client sends when it is one `among` so many that score: sums (k,) over some of its images, and how many."""
+    rows = generator(context.experiment.seed, "fisher rows", *address, client).permutation(
+        context.population.examples(client)
+    )[: -(-sieve.fisher.samples // among)]
+    part, n = squares(context, space, sieve, context.train, active, number, rows, *address, client)
+    return part[active.indices().to(part.device)].float(), n
 
 
 def _public_scores(context: Context, space: ParamSpace, sieve: Sieve, address: tuple[int | str, ...]) -> Sensitivity:

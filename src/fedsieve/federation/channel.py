@@ -1,6 +1,7 @@
 """The wire between a server and the clients of one stage. Whatever goes over it is encoded, counted and decoded here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from fedsieve.wire.ledger import Direction, Ledger
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
 EXACT, NO_VALUES = Coding("fp32"), Coding("none")
 Reply = Message | MessageError
+Make = Callable[[int], tuple[Tensor, int]]  # the values (k,) that a client makes of its images, and its n
 
 
 class Channel:
@@ -24,6 +26,7 @@ class Channel:
 
     def __init__(self, ledger: Ledger | None, seed: int, stage: str, device: torch.device | str = "cpu") -> None:
         self.ledger, self.seed, self.stage, self.device = ledger, seed, stage, device
+        self.lost: dict[int, str] = {}  # clients that fell out of what is being asked of all, and why
 
     def key(self, *address: int | str) -> int:
         """What int8 and int4 round by."""
@@ -64,17 +67,7 @@ class Channel:
     ) -> list[Reply]:
         """Take a row of `values` (clients, k) from each client; one that is late, or damaged on its way, is an error."""
         fates = fates or {}
-        messages = encode_many(
-            values,
-            coding,
-            over,
-            round=round,
-            clients=clients,
-            ns=ns,
-            keys=[self.key(round, what, client) for client in clients],
-            enclose=enclose,
-            check=False,
-        )
+        messages = self.encoded(what, clients, round, over, values, coding, ns, enclose)
         arrived = [
             self._damaged(message, round, what, client) if fates.get(client) == "corrupt" else message
             for client, message in zip(clients, messages, strict=True)
@@ -90,6 +83,41 @@ class Channel:
             status = reply.reason if isinstance(reply, MessageError) else "ok"
             self._note(round, client, "up", what, len(message), status)
         return replies
+
+    def encoded(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        over: Mask | ParamSpace,
+        values: Tensor,
+        coding: Coding,
+        ns: Sequence[int],
+        enclose: bool,
+    ) -> list[bytes]:
+        """The messages of what clients send up. Values that are not finite travel too: it is the server who refuses."""
+        keys = [self.key(round, what, client) for client in clients]
+        return encode_many(
+            values, coding, over, round=round, clients=clients, ns=ns, keys=keys, enclose=enclose, check=False
+        )
+
+    def ask(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        over: Mask | ParamSpace,
+        coding: Coding,
+        make: Make,
+        **told: Any,
+    ) -> Iterator[Reply]:
+        """What each client makes of its own images, one after another.
+
+        `told` is for clients that are elsewhere and make it by themselves: what `make` knows and their messages do not say.
+        """
+        for client in clients:
+            values, n = make(client)
+            yield self.up(what, [client], round, over, values[None], coding, [n])[0]
 
     def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
         """Note that nothing came of a message, and why."""

@@ -5,7 +5,7 @@ Clients send Phi^T Phi and Phi^T Y of their features; sums do not care how the i
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Ridge
-from fedsieve.federation.channel import EXACT, Channel, Reply
+from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.sums import sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.wire.codec import Coding
@@ -23,6 +23,7 @@ STRENGTHS = tuple(10.0**power for power in range(-6, 2))  # per image
 DEFAULT_STRENGTH = 1e-3
 SCALES = np.geomspace(0.5, 200, 61)  # of the logits, where they are fitted on clients' sums
 LOSSES = ParamSpace(("losses",), ((len(SCALES),),))
+FP64 = Coding("fp64")
 
 
 def statistics_space(width: int, classes: int) -> ParamSpace:
@@ -77,18 +78,19 @@ def federated_ridge(
     labels; without any, the strength is the default, and the scale is fitted on the clients' own images: they receive the
     head, and send their losses at a grid of scales.
     """
-    width, exact = features.shape[1], Coding("fp64")
+    width, held = features.shape[1], dict(clients)
     space = statistics_space(width, classes)
 
-    def up(what: str, over: ParamSpace, values: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Reply]:
-        """What each client makes of its features and labels."""
-        for client, examples in clients:
-            rows = torch.from_numpy(examples).to(features.device)
-            mine = values(features[rows], labels[rows])
-            yield channel.up(what, [client], 0, over, mine[None], exact, [len(examples)])[0]
+    def total_of(what: str, over: ParamSpace, values: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, int]:
+        """The sum of what each client makes of its features and labels."""
 
-    replies = up("statistics", space, lambda phi, truth: statistics(phi, truth, classes))
-    total, seen = sum_over_clients(replies, space.size, features.device)
+        def make(client: int) -> tuple[Tensor, int]:
+            rows = torch.from_numpy(held[client]).to(features.device)
+            return values(features[rows], labels[rows]), len(rows)
+
+        return sum_over_clients(channel.ask(what, list(held), 0, over, FP64, make), over.size, features.device)
+
+    total, seen = total_of("statistics", space, lambda phi, truth: statistics(phi, truth, classes))
 
     def head(strength: float) -> tuple[Tensor, Tensor]:
         return solve(total, seen, width, classes, strength)
@@ -107,19 +109,21 @@ def federated_ridge(
     elif validation is not None:
         scale = fit_scale(validation[0].double() @ weight.T + bias, validation[1])
     else:
-        over = ParamSpace(("weight", "bias"), (tuple(weight.shape), tuple(bias.shape)))
+        over = head_space(width, classes)
         sent = over.flatten({"weight": weight.float(), "bias": bias.float()})
-        numbers = [client for client, _ in clients]
-        heard = over.unflatten(channel.down("head", numbers, 0, over, sent, EXACT).values.double())
-        losses, _ = sum_over_clients(
-            up("losses", LOSSES, lambda phi, truth: _losses(phi.double() @ heard["weight"].T + heard["bias"], truth)),
-            LOSSES.size,
-            features.device,
-        )
+        heard = channel.down("head", list(held), 0, over, sent, EXACT).values
+        losses, _ = total_of("losses", LOSSES, lambda phi, truth: losses_at_scales(heard, phi, truth, classes))
         scale = float(SCALES[int(losses.argmin())])
     return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss at each of `SCALES`."""
+def head_space(width: int, classes: int) -> ParamSpace:
+    """What a head is in a message."""
+    return ParamSpace(("weight", "bias"), ((classes, width), (classes,)))
+
+
+def losses_at_scales(head: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """The summed loss of a `head` (of `head_space`) at each of `SCALES`."""
+    parts = head_space(features.shape[1], classes).unflatten(head.double())
+    logits = features.double() @ parts["weight"].T + parts["bias"]
     return torch.stack([F.cross_entropy(logits * scale, labels, reduction="sum") for scale in SCALES])

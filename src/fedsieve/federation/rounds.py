@@ -7,7 +7,7 @@ state repeats exactly what it would have done.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from fedsieve.config import Sieve, Stage
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.blending import blended, tell_shares
 from fedsieve.federation.calibrate import client_mask, is_due, nested_tiers, one_mask, sieve_at
-from fedsieve.federation.channel import EXACT, Channel
+from fedsieve.federation.channel import EXACT, Reply
 from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor
 from fedsieve.federation.server import carried, server_step
 from fedsieve.federation.state import Context, ServerState
@@ -35,6 +35,7 @@ from fedsieve.train.schedule import learning_rate
 from fedsieve.wire.codec import Coding, MessageError
 
 TOO_FEW = "too few replies"
+Span = tuple[str, int, int]  # a block, and where some of its weights begin and end among the k that train
 METRICS = ParamSpace(("metrics",), ((2,),))  # what clients send of their validation: loss and correct answers, summed
 
 
@@ -69,7 +70,7 @@ class Federated:
         if state is not None and state.moved is not None:
             state.complete(self.base, self._as_mask(state.moved).indices().to(self.device))
         self.state = state or ServerState(self.base.clone())
-        self.channel = Channel(context.ledger, context.experiment.seed, stage.name, self.device)
+        self.channel = context.channel(stage.name, self.device)
         self.up = Coding(self.message.up, self.message.group, self.message.top_k)
         self.down = Coding(self.message.down, self.message.group)
         self.ready = False  # whether the mask is in use
@@ -127,7 +128,7 @@ class Federated:
         """One communication round."""
         stage, number = self.stage, self.state.round
         cohort = self.population.cohort(stage.name, number).tolist()
-        fates = {client: self.population.fate(stage.name, number, client) for client in cohort}
+        fates = self._fates(cohort, number)
         refused = {client: fate for client, fate in fates.items() if fate in ("unavailable", "crash")}
         reached = [client for client in cohort if fates[client] != "unavailable"]
         self._send(reached, number)
@@ -140,9 +141,9 @@ class Federated:
         rate = learning_rate(number, self.length, stage.optimizer.lr, stage.schedule, stage.warmup_rounds)
         effort = Effort()
         # Clients train and answer as the mean asks for them. Whatever else is to be made of updates is made here.
-        updates = self._receive(self._train(trains, rate, effort), fates, refused)
+        updates = self._updates(trains, rate, effort, fates, refused)
         mean, replies = weighted_mean(updates, self._k, self.device, self.settings.divide_by)
-        if trains and not effort.trained:
+        if effort.astray and not effort.trained:
             self._diverged(number + 1)
         if replies >= self.settings.minimum_replies:
             self._step(mean)
@@ -151,6 +152,16 @@ class Federated:
             self.channel.silence("update", wasted, number, "up", TOO_FEW)
             refused |= dict.fromkeys(wasted, TOO_FEW)
         return self._record(effort, rate, len(cohort), replies, refused)
+
+    def _fates(self, clients: Sequence[int], number: int) -> dict[int, str]:
+        """What becomes of chosen clients in a round."""
+        return {client: self.population.fate(self.stage.name, number, client) for client in clients}
+
+    def _updates(
+        self, clients: list[int], rate: float, effort: "Effort", fates: Mapping[int, str], refused: dict[int, str]
+    ) -> Iterator[Update]:
+        """The sound updates of all that were reached; why others are not goes into `refused`."""
+        return self._receive(self._train(clients, rate, effort), fates, refused)
 
     def _train(self, clients: list[int], rate: float, effort: "Effort") -> Iterator[tuple[list[int], Trained]]:
         """Local training of all that were reached, as many at a time as fit."""
@@ -179,7 +190,7 @@ class Federated:
             self._look_ahead()
             if self.settings.blend:  # an update is counted from the weights that were sent, not from a blend of them
                 trained.moved += started - received
-            effort.add(trained.sums, self._spans, trained.moved)  # waits for the device
+            effort.add(trained.sums, self._spans, squares_by_span(trained.moved, self._spans))  # waits for the device
             effort.seconds += time.perf_counter() - clock
             members = [clients[place] for place in trained.clients]
             yield members, trained
@@ -309,26 +320,28 @@ class Federated:
         """
         self._check(record)  # what diverged cannot be sent
         population, name, number = self.population, self.stage.name, self.state.round
-        fates = {client: population.fate(name, number, client) for client in population.cohort(name, number).tolist()}
+        fates = self._fates(population.cohort(name, number).tolist(), number)
         reached = [client for client, fate in fates.items() if population.held[client] and fate != "unavailable"]
         self._send(reached, number - 1)
         self.state.ahead = reached
         clients = [client for client in reached if fates[client] != "crash"]
         if not clients:
             return
-        held = self.feed.take(np.concatenate([population.validation(client) for client in clients]))
-        logits = predict(self.task.model, held, self.context.autocast).double()
-        losses, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
-        if not bool(losses.isfinite().all()):
-            record["client_val_loss"] = math.nan
-            return
-        ns = population.held[clients].tolist()
-        sums = torch.stack([part.sum(0) for part in torch.stack([losses, correct], 1).split(ns)])
-        replies = self.channel.up("metrics", clients, number - 1, METRICS, sums, Coding("fp64"), ns, fates=fates)
-        good = (reply for reply in replies if not isinstance(reply, MessageError))
+        good = (reply for reply in self._measured(clients, number - 1, fates) if not isinstance(reply, MessageError))
         total, count = sum_over_clients(good, METRICS.size, self.device)
         if count:
             record["client_val_loss"], record["client_val_accuracy"] = (total / count).tolist()
+
+    def _measured(self, clients: list[int], number: int, fates: Mapping[int, str]) -> Iterable[Reply]:
+        """Loss and correct answers of the model, summed over the images that each client holds back."""
+        held = self.feed.take(np.concatenate([self.population.validation(client) for client in clients]))
+        logits = predict(self.task.model, held, self.context.autocast).double()
+        losses, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
+        if not bool(losses.isfinite().all()):
+            self._diverged(self.state.round)
+        ns = self.population.held[clients].tolist()
+        sums = torch.stack([part.sum(0) for part in torch.stack([losses, correct], 1).split(ns)])
+        return self.channel.up("metrics", clients, number, METRICS, sums, Coding("fp64"), ns, fates=fates)
 
     # --- masks -------------------------------------------------------------------------------------------------------
 
@@ -421,16 +434,22 @@ class Federated:
         lacking = [client for client in clients if client not in state.ahead]
         over = self.moved or self.space
         values = self._taken(state.theta, self.moved_index)
-        absolute = self.down.format in ("fp32", "coo")  # exact; other formats send the difference from the start
-        base = None if absolute else self._taken(self.base, self.moved_index)
-        sent, key = (values if base is None else values - base).float(), channel.key(state.round, "down")
+        if not self._absolute:
+            values = values - self._taken(self.base, self.moved_index)
+        sent, key = values.float(), channel.key(state.round, "down")
         try:
             message = channel.down("model", lacking, number, over, sent, self.down, key=key)
         except FedsieveError:  # not finite, or too large for the format
             self._diverged(state.round + 1)
-        received = message.values.to(self.theta.dtype)
-        self._lay(received if base is None else base + received, self.moved_index)
+        self._take_model(message.values)
         state.ahead = []
+
+    def _take_model(self, values: Tensor) -> None:
+        """Lay the server's weights over the model, as a message brought them."""
+        received = values.to(self.theta.dtype)
+        if not self._absolute:
+            received = self._taken(self.base, self.moved_index) + received
+        self._lay(received, self.moved_index)
 
     def _send_control(self, clients: Sequence[int]) -> None:
         """SCAFFOLD: send the server's control variate, and keep it as the clients receive it."""
@@ -474,6 +493,11 @@ class Federated:
             moved = self._as_mask(state.moved)
             values = state.theta.index_select(0, moved.indices().to(self.device)).float()
             self.channel.down("model", clients, state.round, moved, values, EXACT, enclose=True)
+
+    @property
+    def _absolute(self) -> bool:
+        """Whether weights are sent as they are, in exact formats, and not as their difference from the stage's start."""
+        return self.down.format in ("fp32", "coo")
 
     @property
     def _mask_travels(self) -> bool:
@@ -604,16 +628,15 @@ class Effort:
     """What the clients of one round did: sums over those that did not go astray."""
 
     def __init__(self) -> None:
-        self.trained = 0
+        self.trained = self.astray = 0
         self.loss = self.correct = self.images = self.seconds = self.drift = 0.0
         self.drift_by_block: dict[str, float] = {}
 
-    def add(self, sums: Tensor, spans: Sequence[tuple[str, int, int]], moved: Tensor) -> None:
-        """Count what some clients did: loss, correct answers, images, and how far they went.
+    def add(self, sums: Tensor, spans: Sequence[Span], squares: Tensor) -> None:
+        """Count what some clients did: loss, correct answers, images, and how far they went (`squares_by_span`).
 
         A client that went astray is left out; its message will be refused.
         """
-        squares = torch.stack([moved[:, first:last].double().square().sum(1) for _, first, last in spans])
         sound = squares.sum(0).isfinite() & sums.isfinite().all(1)
         squares = squares[:, sound]
         loss, correct, images = sums[sound].sum(0).tolist()
@@ -627,9 +650,15 @@ class Effort:
             self.drift_by_block[name] = self.drift_by_block.get(name, 0.0) + distance
         self.drift += drift
         self.trained += squares.shape[1]
+        self.astray += len(sums) - squares.shape[1]
 
 
-def _block_spans(space: ParamSpace, support: Tensor | None) -> list[tuple[str, int, int]]:
+def squares_by_span(moved: Tensor, spans: Sequence[Span]) -> Tensor:
+    """How far clients (clients, k) went in each span, squared: (spans, clients), float64."""
+    return torch.stack([moved[:, first:last].double().square().sum(1) for _, first, last in spans])
+
+
+def _block_spans(space: ParamSpace, support: Tensor | None) -> list[Span]:
     """Runs of trained weights that lie in one block: its name, and where they begin and end among the k."""
     cuts = list(space.offsets)
     if support is not None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment
+from fedsieve.federation.channel import Channel
 from fedsieve.federation.population import Population
+from fedsieve.federation.sites import Sites
 from fedsieve.federation.store import ClientStore
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
@@ -37,6 +39,7 @@ class ServerState:
     known: dict[str, int] = field(default_factory=dict)  # the newest mask that each client has
     ahead: list[int] = field(default_factory=list)  # clients that have the newest weights already, to measure them
     given: list[int] = field(default_factory=list)  # clients whose own mask the server has
+    memory: dict[str, int] = field(default_factory=dict)  # sites elsewhere: the valid version of what each remembers
     refused: dict[str, int] = field(default_factory=dict)  # replies that did not count, by reason
     drift: float | None = None  # of the last round
     best_at: int | None = None
@@ -104,6 +107,11 @@ class Context:
     store: ClientStore
     say: Callable[[str], None] = lambda _: None
     keep_mask: Callable[[str, Mask], None] = lambda *_: None  # a name without the stage's, and a new mask
+    sites: Sites | None = None  # where clients are elsewhere
+
+    def channel(self, stage: str, device: torch.device) -> Channel:
+        """The wire to the clients of a stage."""
+        return Channel(self.ledger, self.experiment.seed, stage, device)
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
         """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import hashlib
 import io
 import json
 import math
@@ -25,6 +24,7 @@ from torch import Tensor
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.sites import Transport
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.files import write_atomic, write_json
 from fedsieve.mask.mask import Mask
@@ -46,7 +46,8 @@ from fedsieve.runner.federated import (
     write_clients,
 )
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.runner.remote import meet_sites
+from fedsieve.runner.setup import Setup, config_digest, fit_stage, preflight, prepare
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, Tick, measure, predict
@@ -57,8 +58,13 @@ SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
-    """Run an experiment into a new folder and return its summary (also in summary.json)."""
+def run(
+    experiment: Experiment, folder: str | Path, display: Display | None = None, transport: Transport | None = None
+) -> dict[str, Any]:
+    """Run an experiment into a new folder and return its summary (also in summary.json).
+
+    With a `transport`, clients are sites elsewhere.
+    """
     folder, display = Path(folder), display or Display.silent()
     # A process killed before its first file was whole leaves only that file's hidden beginning.
     if folder.exists() and (
@@ -74,7 +80,7 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display)
+        return _execute(experiment, folder, display, transport)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -83,7 +89,7 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
         raise
 
 
-def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+def resume(folder: str | Path, display: Display | None = None, transport: Transport | None = None) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
@@ -94,7 +100,7 @@ def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display)
+    return _execute(experiment, folder, display, transport)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -113,10 +119,10 @@ def read_experiment(folder: Path) -> Experiment:
     return load_config(folder / "config.yaml")
 
 
-def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
+def _execute(experiment: Experiment, folder: Path, display: Display, transport: Transport | None) -> dict[str, Any]:
     with _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, signals).go()
+            return _Run(experiment, folder, display, signals, transport).go()
         except KeyboardInterrupt:
             raise FedsieveError(
                 f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
@@ -140,8 +146,16 @@ def _intact(folder: Path) -> str:
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
-    def __init__(self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals") -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: Path,
+        display: Display,
+        signals: "_Signals",
+        transport: Transport | None = None,
+    ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
+        self.transport = transport
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -165,7 +179,7 @@ class _Run:
         self.setup = prepare(self.experiment, self.display)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
         self.marks = {
-            "config.yaml": _config_digest(self.experiment),
+            "config.yaml": config_digest(self.experiment),
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
@@ -184,6 +198,9 @@ class _Run:
                 self.ledger_digest,
                 self.memories[-1] if self.memories else None,
             )
+            if self.transport is not None:
+                weights = self.marks["model.weights"]
+                self.context.sites = meet_sites(self.context, self.setup, weights, self.folder, self.transport)
             if not (self.folder / CLIENTS).exists():
                 write_clients(self.context.population, None, self.folder / CLIENTS)
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
@@ -320,7 +337,9 @@ class _Run:
     def _maybe_save(self, stage: Stage) -> None:
         """Save when it is time, or when the process was asked to stop; then stop."""
         signal_number = self.signals.received
-        if signal_number is not None or time.perf_counter() - self.clock >= self.experiment.checkpoint.every_seconds:
+        # What sites have done cannot be had again by doing it again.
+        due = self.transport or time.perf_counter() - self.clock >= self.experiment.checkpoint.every_seconds
+        if signal_number is not None or due:
             self._save()
         if signal_number is not None:
             raise FedsieveError(
@@ -413,7 +432,7 @@ class _Run:
             **{key: last[key] for key in ("test_accuracy", "test_loss", "val_accuracy", "val_loss", "best_at")},
             "seconds": self.seconds + time.perf_counter() - self.clock,
             "device": device_name(setup.device),
-            "train_images": len(setup.train),
+            "train_images": int(self.context.population.shards.sizes.sum()) if self.context else len(setup.train),
             "val_images": len(setup.validation),
             "test_images": len(test),
             "classes": len(setup.class_names),
@@ -471,12 +490,6 @@ class _Run:
             sample_images=test.store.batch(to_rows(test.rows[sample])).cpu().numpy(),
         )
         write_atomic(self.folder / "predictions.npz", buffer.getvalue())
-
-
-def _config_digest(experiment: Experiment) -> str:
-    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
-    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
-    return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 
 # --- finished models -------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 import io
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Stage
@@ -17,6 +19,7 @@ from fedsieve.federation.calibrate import sieve_at
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
 from fedsieve.federation.population import Population, make_population
+from fedsieve.federation.remote import RemoteChannel, RemoteRounds
 from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context, ServerState
@@ -47,6 +50,13 @@ def populate(experiment: Experiment, setup: Setup) -> Population:
     return make_population(settings, setup.train.labels.cpu().numpy(), experiment.seed, groups)
 
 
+def executor_kind(experiment: Experiment, device: torch.device) -> str:
+    """How cohorts train on a device."""
+    if experiment.executor == "auto":
+        return "stacked" if device.type == "cuda" else "sequential"
+    return experiment.executor
+
+
 def make_context(
     experiment: Experiment,
     setup: Setup,
@@ -58,9 +68,6 @@ def make_context(
     versions: Mapping[str, int] | None = None,
 ) -> Context:
     """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names."""
-    kind = experiment.executor
-    if kind == "auto":
-        kind = "stacked" if setup.device.type == "cuda" else "sequential"
     context = Context(
         experiment=experiment,
         population=populate(experiment, setup),
@@ -70,7 +77,7 @@ def make_context(
         validation=setup.validation,
         autocast=setup.autocast,
         speed=setup.speed,
-        executor=kind,
+        executor=executor_kind(experiment, setup.device),
         ledger=Ledger(folder / "ledger.csv", offset, digest),
         store=ClientStore(folder / "clients", versions),
         say=say,
@@ -105,7 +112,8 @@ def fit_rounds(
         return setup.validate(forward, validation) | watch()
 
     context.keep_mask = keep_mask
-    federated = Federated(context, stage, space, forward, theta, train, validate, state)
+    loop = Federated if context.sites is None else RemoteRounds
+    federated = loop(context, stage, space, forward, theta, train, validate, state)
     return space, federated.state, federated.rounds()
 
 
@@ -121,31 +129,39 @@ def fit_ridge(
         clock = time.perf_counter()
         sent = dict(context.ledger.total) if context else {}
         train, validation = feature_feeds(setup)
-        assert train.features is not None
+        features = train.features
+        if features is None:  # images are elsewhere
+            features = torch.empty(0, space.shapes[space.names.index("head.weight")][1], device=setup.device)
         clients = [(0, np.arange(len(train)))]
         if context:
             people = context.population
             numbers = people.trainer(np.arange(people.trainers)).tolist()
             clients = [(client, people.examples(client)) for client in numbers]
-
-        channel = Channel(context.ledger if context else None, setup.experiment.seed, stage.name, train.labels.device)
+        channel = Channel(None, setup.experiment.seed, stage.name, features.device)
+        if context:
+            channel = context.channel(stage.name, features.device)
+        if context and context.sites:
+            channel = RemoteChannel(context, stage.name, state, features.device)
         if context and (before := context.changed_weights(but=space)) is not None:
             mask, values = before  # features are those of the backbone as it is now
             channel.down("context", [client for client, _ in clients], 0, mask, values.float(), EXACT, enclose=True)
         held = None if validation.features is None else (validation.features, validation.labels)
         weight, bias, chosen = federated_ridge(
-            stage.ridge, train.features, train.labels, len(setup.class_names), clients, held, channel
+            stage.ridge, features, train.labels, len(setup.class_names), clients, held, channel
         )
         parts = {"head.weight": weight, "head.bias": bias}
         theta = space.flatten({name: parts[name].to(state.theta.dtype) for name in space.names})
         space.write(setup.model, theta)
         state.theta, state.round, state.best_at, state.done = theta, 1, 1, True
         record: dict[str, Any] = {"stage": stage.name, "round" if context else "epoch": 1}
-        record |= measure(predict(setup.model.head, train, setup.autocast), train.labels, "train")
+        if len(train):
+            record |= measure(predict(setup.model.head, train, setup.autocast), train.labels, "train")
         record |= chosen
         if context:
             record |= {f"bytes_{way}": context.ledger.total[way] - sent[way] for way in ("up", "down")}
-            record |= {"cohort": len(clients), "replies": len(clients), "refused": {}}
+            state.refused = dict(Counter(channel.lost.values()))
+            replies = len(clients) - len(channel.lost)
+            record |= {"cohort": len(clients), "replies": replies, "refused": state.refused}
         record |= setup.validate(setup.model.head, validation) | watch()
         state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}
         record["seconds"] = state.seconds = time.perf_counter() - clock

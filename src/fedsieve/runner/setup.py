@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -33,6 +34,12 @@ from fedsieve.train.savings import spare_frozen
 from fedsieve.train.sieve import check_sieve
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def config_digest(experiment: Experiment) -> str:
+    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
+    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
+    return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 
 def preflight(experiment: Experiment) -> torch.device:

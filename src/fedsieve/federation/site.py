@@ -1,0 +1,368 @@
+"""A site: one client of a federation, where its images are. It answers what a server elsewhere asks.
+
+It runs the client's half of the round loop on its own images, keeps its memory on its own disk, and notes what leaves it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedsieve.config import Stage
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.calibrate import client_scores, one_mask, sieve_at
+from fedsieve.federation.channel import EXACT, NO_VALUES, Channel
+from fedsieve.federation.executors import Trained
+from fedsieve.federation.remote import FP64, effort_space
+from fedsieve.federation.ridge import LOSSES, head_space, losses_at_scales, statistics, statistics_space
+from fedsieve.federation.rounds import Effort, Federated, squares_by_span
+from fedsieve.federation.state import Context
+from fedsieve.federation.store import ClientStore
+from fedsieve.mask.mask import Mask
+from fedsieve.model.build import Classifier, OnFeatures, trainable_names
+from fedsieve.model.space import ParamSpace
+from fedsieve.train.feed import Feed, with_features
+from fedsieve.train.loop import EVALUATION_BATCH
+from fedsieve.train.sieve import starting_mask
+from fedsieve.wire.codec import Coding, Message, decode
+from fedsieve.wire.envelope import wrap
+
+# What a site remembers beside what any client does.
+CONTEXT, RECEIVED, SCORED, MASK = "context", "received", "scored", "mask."
+
+
+class LostMemory(FedsieveError):
+    """The site does not remember what the server counts on."""
+
+
+class Outbox(Channel):
+    """The wire as a site sees it: what goes up is kept, to be sent, and noted."""
+
+    def __init__(self, seed: int, stage: str, device: torch.device | str) -> None:
+        super().__init__(None, seed, stage, device)
+        self.messages: dict[str, bytes] = {}
+        self.notes: list[dict[str, Any]] = []
+
+    def encoded(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        over: Mask | ParamSpace,
+        values: Tensor,
+        coding: Coding,
+        ns: Sequence[int],
+        enclose: bool,
+    ) -> list[bytes]:
+        messages = super().encoded(what, clients, round, over, values, coding, ns, enclose)
+        (self.messages[what],) = messages
+        mask = {"mask": over.id if isinstance(over, Mask) else None, "encloses_mask": enclose}
+        self.notes.append({"what": what, "bytes": len(messages[0]), "values": values.shape[1], **mask, "n": ns[0]})
+        return messages
+
+    def clear(self) -> None:
+        """Forget what would have been sent."""
+        self.messages.clear()
+        self.notes.clear()
+
+
+class Site:
+    """Client number `client`, whose images are `context.train`; its memory and log are in `folder`."""
+
+    def __init__(self, context: Context, client: int, run: str, folder: Path) -> None:
+        self.context, self.client, self.run, self.folder = context, client, run, folder
+        self.stages = {stage.name: stage for stage in context.experiment.stages}
+        assert isinstance(context.model, Classifier)
+        self.model = context.model
+        self.answers: dict[str, Callable[[Visit], None]] = {
+            "train": Visit.train,
+            "metrics": Visit.metrics,
+            "scores": Visit.scores,
+            "statistics": Visit.statistics,
+            "losses": Visit.losses,
+        }
+
+    def answer(self, head: Mapping[str, Any], messages: Sequence[bytes]) -> bytes:
+        """The envelope that answers one with this head and these messages."""
+        names = ("run", "client", "ask", "stage", "round")
+        reply: dict[str, Any] = {name: head.get(name) for name in names}
+        try:
+            stage, work = self.stages.get(str(head.get("stage"))), self.answers.get(str(head.get("ask")))
+            if stage is None or work is None or type(head.get("round")) is not int:
+                raise FedsieveError(f"cannot do {head.get('ask')} in stage {head.get('stage')}")
+            visit = Visit(self, stage, head, messages)
+            work(visit)
+            reply |= {"memory": visit.remember(), "parts": list(visit.outbox.messages)}
+            found, notes = list(visit.outbox.messages.values()), visit.outbox.notes
+        except LostMemory as error:
+            reply |= {"problem": str(error), "kind": "memory"}
+            found, notes = [], [{"what": "problem", "problem": str(error)}]
+        envelope = wrap(reply, found)
+        self.note(head, notes, len(envelope))
+        return envelope
+
+    def note(self, head: Mapping[str, Any], notes: Sequence[Mapping[str, Any]], size: int) -> None:
+        """Write down what leaves, before it does: one line for every message, and one for the envelope of them all."""
+        about: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "run": self.run}
+        about |= {name: head.get(name) for name in ("ask", "stage")}
+        about["round"] = head["round"] + 1 if type(head.get("round")) is int else None
+        with (self.folder / "sent.jsonl").open("a") as log:
+            for entry in (*notes, {"what": "envelope", "bytes": size}):
+                log.write(json.dumps({**about, **entry}) + "\n")
+
+
+class Visit:
+    """One question to a site: the model as the server wants it, what the site remembers, and what it will send."""
+
+    def __init__(self, site: Site, stage: Stage, head: Mapping[str, Any], messages: Sequence[bytes]) -> None:
+        self.site, self.stage, self.head, self.client = site, stage, head, site.client
+        self.context, self.experiment = site.context, site.context.experiment
+        self.sieve = self.experiment.mask_of(stage)
+        self.parts: dict[str, bytes] = {}
+        self.store = self.context.store = self._memory(int(head.get("memory") or 0))
+        self.outbox = Outbox(self.experiment.seed, stage.name, self.context.train.labels.device)
+        self.space = ParamSpace.of(site.model, trainable_names(site.model, stage.train))
+        for about, message in zip(head.get("parts") or (), messages, strict=True):
+            if about["what"] == "context":
+                heard = self._heard(message, EXACT, ParamSpace.of(site.model), enclosed=True)
+                assert heard.mask is not None
+                self._put({f"{CONTEXT}.mask": heard.mask, f"{CONTEXT}.values": heard.values})
+            elif about["what"] == "mask":
+                within = None if about["within"] is None else self._mask(about["within"])
+                heard = self._heard(message, NO_VALUES, self.space, enclosed=True, within=within)
+                assert heard.mask is not None
+                self._put({f"{MASK}{heard.mask.id}": heard.mask})
+            else:
+                self.parts[about["what"]] = message
+        self._begin()
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _memory(self, version: int) -> ClientStore:
+        """What the site remembers of a stage, in the version that the server names; below zero, after a refusal."""
+        folder = self.site.folder / "memory" / self.stage.name
+        versions = {str(self.client): abs(version)} if version else None
+        if version < 0 and (folder / "refused" / str(self.client) / f"{-version:08d}.state").exists():
+            store = ClientStore(folder / "refused", versions)
+            found = ClientStore(folder)
+            found.put(self.client, 0, **store.get(self.client))
+            found.versions = {self.client: -version}
+            return found
+        try:
+            store = ClientStore(folder, versions)
+            store.get(self.client)
+        except FedsieveError as error:
+            raise LostMemory(f"version {version} of its memory of stage {self.stage.name} is lost: {error}") from None
+        return store
+
+    def _put(self, content: Mapping[str, Mask | Tensor]) -> None:
+        tensors = {
+            name: torch.from_numpy(value.bits.copy()) if isinstance(value, Mask) else value
+            for name, value in content.items()
+        }
+        self.store.put(self.client, self.head["round"], **tensors)
+
+    def remember(self) -> int:
+        """Bring what is new to the disk, and give its version."""
+        before = abs(int(self.head.get("memory") or 0))
+        version = self.store.write(before + 1).get(str(self.client), 0)
+        kept = range(version - self.experiment.checkpoint.keep, version + 1)
+        self.store.prune([{str(self.client): number} for number in kept])
+        return version
+
+    # --- what the server sent ----------------------------------------------------------------------------------------
+
+    def _heard(self, message: bytes, coding: Coding, over: Mask | ParamSpace, **expected: Any) -> Message:
+        device = self.outbox.device
+        return decode(message, coding, over, round=self.head["round"], device=device, **expected)
+
+    def _mask(self, name: str) -> Mask:
+        """A mask of the stage by its id: one that was sent, or drawn at random, which the site does for itself."""
+        memory = self.store.get(self.client)
+        if (bits := memory.get(f"{MASK}{name}")) is not None:
+            return Mask(self.space, bits.numpy())
+        raise LostMemory(f"it does not know the mask {name} of stage {self.stage.name}")
+
+    def _begin(self) -> None:
+        """The model as the stage begins: as every device has it, and what earlier stages changed."""
+        site, memory = self.site, self.store.get(self.client, self.outbox.device)
+        site.model.load_state_dict(self.context.initial)
+        if f"{CONTEXT}.mask" in memory:
+            whole = ParamSpace.of(site.model)
+            mask = Mask(whole, memory[f"{CONTEXT}.mask"].cpu().numpy())
+            values = whole.read(site.model)
+            values[mask.indices().to(values.device)] = memory[f"{CONTEXT}.values"].to(values.dtype)
+            whole.write(site.model, values)
+
+    def _stage(self) -> Federated:
+        """The client's half of the stage, with the masks that the server names in use."""
+        context, site, head = self.context, self.site, self.head
+        forward: nn.Module = site.model
+        feed = context.train
+        if self.stage.train == "head" and not feed.transform.random:
+            feed, forward = self._features(), OnFeatures(site.model.head)
+        theta = self.space.bind(site.model)
+        found = Federated(context, self.stage, self.space, forward, theta, feed, dict)
+        found.channel = self.outbox
+        state = found.state
+        state.round, state.generation, state.clients_at_once = head["round"], head["generation"], 1
+        state.given = [self.client] if head["given"] else []
+        self._draw_masks(found)
+        masks = {name: self._mask(head[name]) if head[name] else None for name in ("moved", "mask", "tier")}
+        for name in ("mask", "moved"):
+            mask = masks[name]
+            setattr(state, name, None if mask is None else torch.from_numpy(mask.bits.copy()))
+        found._use(masks["mask"])
+        if masks["tier"] is not None:
+            found.tiers = {found.population.device(self.client).density: masks["tier"]}
+        return found
+
+    def _draw_masks(self, stage: Federated) -> None:
+        """Masks that are drawn at random are not sent: all draw the same."""
+        if stage._mask_travels or self.sieve is None or self.head["mask"] is None:
+            return
+        if f"{MASK}{self.head['mask']}" in self.store.get(self.client):
+            return
+        moved = Mask.zeros(self.space)
+        for generation in range(self.head["generation"]):
+            state = replace(stage.state, generation=generation)
+            sieve = sieve_at(self.sieve, generation, stage.length)
+            mask, scores = one_mask(self.context, self.outbox, self.space, sieve, state, lambda _: None)
+            moved = moved | mask
+        found = {"mask": mask, "moved": moved}
+        stage.state.ranks = scores[mask.indices()]
+        stage.mask = mask
+        if (tier := stage._tier(self.client)) is not None:
+            found["tier"] = tier
+        stage.tiers = {}
+        self._put({f"{MASK}{one.id}": one for one in found.values()})
+
+    def _with_model(self) -> Federated:
+        """The stage, and the weights of the server laid over the model."""
+        stage = self._stage()
+        memory = self.store.get(self.client, self.outbox.device)
+        if (message := self.parts.get("model")) is not None:
+            values = self._heard(message, stage.down, stage.moved or self.space).values
+        elif (kept := memory.get(RECEIVED)) is not None:
+            values = kept
+        else:
+            raise LostMemory(f"it does not have the weights of round {self.head['round'] + 1}")
+        stage._take_model(values)
+        self.received = values
+        return stage
+
+    # --- what it does ------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train, and send the update; whether it will be taken, the site hears with the next question."""
+        stage, effort = self._with_model(), Effort()
+        if (message := self.parts.get("control")) is not None:
+            values = self._heard(message, stage.down, stage.mask or self.space).values
+            stage.control = stage.state.control = values.to(stage.theta.dtype)
+        trained = list(stage._train([self.client], float(self.head["lr"]), effort))
+        (_, result) = trained[0]
+        self._say_effort(stage, result)
+        if self.experiment.message.error_feedback or result.gradients is not None:
+            self._foresee_refusal(stage, trained)
+        list(stage._receive(iter(trained), {self.client: "ok"}, {}))
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Forget what no later question can need: weights of this round, and masks that are no longer in use."""
+        used = {f"{MASK}{self.head[name]}" for name in ("moved", "mask", "tier")}
+        old = [
+            name
+            for name in self.store.get(self.client)
+            if (name.startswith(MASK) and name not in used) or name.startswith((RECEIVED, SCORED))
+        ]
+        if old:
+            self.store.drop(self.client, old)
+
+    def _say_effort(self, stage: Federated, result: Trained) -> None:
+        """What the server shows of training: loss, correct answers, images, and how far each block's weights went."""
+        squares = squares_by_span(result.moved, stage._spans)
+        over = effort_space(stage._spans)
+        values = over.flatten({"sums": result.sums[0], "squares": squares[:, 0]})
+        self.outbox.up("effort", [self.client], self.head["round"], over, values[None], FP64, [0])
+        loss, correct, images = result.sums[0].tolist()
+        drift = {name: square**0.5 for (name, _, _), square in zip(stage._spans, squares[:, 0].tolist(), strict=True)}
+        self.outbox.notes[-1]["metrics"] = {"loss": loss, "correct": correct, "images": images, "drift": drift}
+
+    def _foresee_refusal(self, stage: Federated, trained: Sequence[tuple[list[int], Trained]]) -> None:
+        """Write down what the site will remember if its update is refused."""
+        before, messages, notes = self.store, dict(self.outbox.messages), list(self.outbox.notes)
+        self.context.store = other = ClientStore(self.site.folder / "memory" / self.stage.name / "refused")
+        other.put(self.client, self.head["round"], **before.get(self.client))
+        list(stage._receive(iter(trained), {self.client: "late"}, {}))
+        version = abs(int(self.head.get("memory") or 0)) + 1
+        other.write(version)
+        kept = range(version - self.experiment.checkpoint.keep, version + 1)
+        other.prune([{str(self.client): number} for number in kept])
+        self.context.store = before
+        self.outbox.messages, self.outbox.notes = messages, notes
+
+    def metrics(self) -> None:
+        """Measure the server's weights on images that the site never trains on, and keep them for its own round."""
+        stage = self._with_model()
+        list(stage._measured([self.client], self.head["round"], {}))
+        self._put({RECEIVED: self.received})
+
+    def scores(self) -> None:
+        """Score the weights that are still active, for a mask that all clients share."""
+        head, address = self.head, tuple(self.head["address"])
+        assert self.sieve is not None
+        sieve = sieve_at(self.sieve, address[1] if address[1:] else 0, self.stage.length)
+        theta = self.space.bind(self.site.model)
+        memory = self.store.get(self.client, self.outbox.device)
+        if (message := self.parts.get("model")) is not None:
+            heard = self._heard(message, EXACT, self.space, enclosed=True)
+            assert heard.mask is not None
+            self._put({f"{SCORED}.values": heard.values, f"{SCORED}.mask": heard.mask})
+            memory = self.store.get(self.client, self.outbox.device)
+        if f"{SCORED}.mask" in memory:
+            places = Mask(self.space, memory[f"{SCORED}.mask"].cpu().numpy()).indices()
+            with torch.no_grad():
+                theta[places.to(theta.device)] = memory[f"{SCORED}.values"].to(theta.dtype)
+        active, number = starting_mask(sieve, self.site.model, self.space), head["number"]
+        if active.id != head["over"]:
+            active = self._mask(head["over"])
+        values, n = client_scores(self.context, self.space, sieve, active, number, self.client, head["among"], *address)
+        self.outbox.up("scores", [self.client], head["round"], active, values[None], EXACT, [n])
+        # The next question of this calibration sends its mask within this one.
+        self._put({f"{MASK}{active.id}": active})
+
+    def statistics(self) -> None:
+        """What a head in closed form needs: sums of products of features and labels."""
+        phi, labels = self._own()
+        classes = self._classes
+        over = statistics_space(phi.shape[1], classes)
+        values = statistics(phi, labels, classes)
+        self.outbox.up("statistics", [self.client], self.head["round"], over, values[None], FP64, [len(labels)])
+
+    def losses(self) -> None:
+        """The losses of a head at a grid of scales."""
+        phi, labels = self._own()
+        classes = self._classes
+        head = self._heard(self.parts["head"], EXACT, head_space(phi.shape[1], classes)).values
+        values = losses_at_scales(head, phi, labels, classes)
+        self.outbox.up("losses", [self.client], self.head["round"], LOSSES, values[None], FP64, [len(labels)])
+
+    @property
+    def _classes(self) -> int:
+        return self.space.shapes[self.space.names.index("head.bias")][0]
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        """The features and labels of the images that the site trains on."""
+        feed = self._features()
+        assert feed.features is not None
+        rows = torch.from_numpy(self.context.population.examples(self.client)).to(feed.labels.device)
+        return feed.features[rows], feed.labels[rows]
+
+    def _features(self) -> Feed:
+        """All images as features of the backbone as it is."""
+        return with_features(self.context.train, self.site.model.backbone, EVALUATION_BATCH, self.context.autocast)
