@@ -12,32 +12,35 @@ from rich.console import Console
 from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.flower.grid import GridTransport, from_record, to_record
-from fedsieve.runner.site import Place, answer
+from fedsieve.flower.warm import IDLE, answer_warm
+
+# torch takes seconds to import, and Flower starts a process for every message: what needs it is imported where it is used.
 
 WAIT = 300.0  # seconds for all sites to come
+OPTIONS = ("data", "weights", "device", "experiment")  # what a site may take of its own
 
 
-def client_app(place: Callable[[Context], Place]) -> ClientApp:
-    """A ClientApp that answers as the site at `place`."""
+def client_app(answer: Callable[[bytes, Message, Context], bytes]) -> ClientApp:
+    """A ClientApp that answers envelopes."""
     app = ClientApp()
 
     @app.query()
     def ask(message: Message, context: Context) -> Message:
-        return Message(to_record(answer(from_record(message.content), place(context))), reply_to=message)
+        return Message(to_record(answer(from_record(message.content), message, context)), reply_to=message)
 
     return app
 
 
-def place_of(context: Context) -> Place:
-    """The site of a SuperNode, as its operator has set it with --node-config."""
+def answer_at_site(envelope: bytes, message: Message, context: Context) -> bytes:
+    """What the site of a SuperNode answers, as its operator has set it up with --node-config."""
     given = dict(context.node_config)
     client = given.get("partition-id")
     if type(client) is not int:
         raise FedsieveError('--node-config: say which site this is, as in --node-config "partition-id=0"')
-    texts = {name: str(given[name]) for name in ("data", "weights", "device") if name in given}
-    pinned = Path(str(given["experiment"])).expanduser() if "experiment" in given else None
     folder = Path(str(given.get("folder", f"fedsieve-site-{client}"))).expanduser().absolute()
-    return Place(client, folder, experiment=pinned, **texts)
+    place: dict[str, Any] = {"client": client, "folder": str(folder)}
+    place |= {name: str(given[name]) for name in OPTIONS if name in given}
+    return answer_warm(envelope, place, message.metadata.ttl, float(given.get("idle", IDLE)))
 
 
 def serve(grid: Grid, experiment: Experiment, folder: Path, wait: float, console: Console) -> dict[str, Any]:
@@ -71,4 +74,4 @@ def _main(grid: Grid, context: Context) -> None:
         raise
 
 
-client = client_app(place_of)
+client = client_app(answer_at_site)

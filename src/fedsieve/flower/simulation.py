@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context
+from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
@@ -14,7 +14,7 @@ from fedsieve.errors import FedsieveError
 from fedsieve.flower.app import client_app, serve
 from fedsieve.runner.remote import check_remote
 from fedsieve.runner.setup import preflight
-from fedsieve.runner.site import Place
+from fedsieve.runner.site import Place, answer
 
 
 def simulate(experiment: Experiment, folder: Path, console: Console, sites: int, processes: int) -> dict[str, Any]:
@@ -35,14 +35,17 @@ def simulate(experiment: Experiment, folder: Path, console: Console, sites: int,
     def main(grid: Grid, context: Context) -> None:
         found.update(serve(grid, experiment, folder, 60.0, console))
 
-    def place(context: Context) -> Place:
+    def answer_here(envelope: bytes, message: Message, context: Context) -> bytes:
         client = int(context.node_config["partition-id"])
-        return Place(client, home / str(client))
+        return answer(envelope, Place(client, home / str(client)))
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": processes}}
+    resources = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": processes, "log_to_driver": False},
+    }
     try:
-        run_simulation(server, client_app(place), num_supernodes=sites, backend_config=resources)
+        run_simulation(server, client_app(answer_here), num_supernodes=sites, backend_config=resources)
     except FedsieveError:
         raise
     except RuntimeError as error:

@@ -38,7 +38,7 @@ class Place:
     data: str | None = None  # instead of the experiment's data.source
     weights: str | None = None  # instead of the experiment's model.weights
     device: str | None = None
-    experiment: Path | None = None  # the only experiment that the site takes part in
+    experiment: str | None = None  # a file: the only experiment that the site takes part in
 
     def own(self, experiment: Experiment) -> Experiment:
         """An experiment with what is the site's own put in."""
