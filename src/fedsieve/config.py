@@ -44,7 +44,11 @@ class Strict(BaseModel):
 class Data(Strict):
     """Which images, how they are split and how they reach the model."""
 
-    source: str = Field("uoft-cs/cifar100", description="hub id, folder of parquet files or class folders, or digits")
+    source: str = Field(
+        "uoft-cs/cifar100",
+        description="hub id, folder of parquet files or class folders, or digits; of a server whose clients are sites: what it "
+        "holds to validate and test on, or none",
+    )
     subset: str | None = Field(None, description="configuration name of a hub dataset that has several")
     revision: str | None = Field(None, description="hub revision: branch, tag or commit")
     image_column: str | None = Field(None, description="found by itself when there is only one")
@@ -55,6 +59,10 @@ class Data(Strict):
         0.2, description="held out by a draw that ignores the seed, only where the source has no test split"
     )
     classes: list[int] | None = Field(None, description="keep only these classes, numbered as in the source")
+    class_names: Annotated[list[str], Field(min_length=2)] | None = Field(
+        None,
+        description="the label map, where a source may lack some classes; default: the classes of the source, sorted",
+    )
     size: Annotated[int, Field(ge=4, le=2048)] = 224
     transform: Transform = "resize"
     interpolation: Interpolation = "bicubic"
@@ -86,6 +94,10 @@ class Data(Strict):
             raise ValueError("test_split and train_split are the same: the test images would be trained on")
         if self.classes is not None and min(self.classes) < 0:
             raise ValueError("classes are numbered from 0")
+        if self.class_names is not None and len(set(self.class_names)) != len(self.class_names):
+            raise ValueError("class_names: one is named twice")
+        if self.source == "none" and self.class_names is None:
+            raise ValueError("source: none knows no classes: name them in class_names")
         return self
 
 
@@ -295,7 +307,9 @@ class Stage(Strict):
 class Partition(Strict):
     """Which client holds which training images."""
 
-    kind: Literal["iid", "classes", "dirichlet", "quantity", "natural"] = "iid"
+    kind: Literal["iid", "classes", "dirichlet", "quantity", "natural", "sites"] = Field(
+        "iid", description="sites: each client is elsewhere, with data of its own, as `fedsieve flower` has it"
+    )
     nc: Positive | None = Field(None, description="classes: how many each client holds; dirichlet: at most so many")
     alpha: Rate | None = Field(None, description="dirichlet, quantity: the smaller, the more skewed")
     min_size: Positive = Field(1, description="dirichlet, quantity: images every client has at least")
@@ -303,7 +317,7 @@ class Partition(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Partition":
-        takes = {"iid": (), "classes": ("nc",), "dirichlet": ("alpha", "nc"), "quantity": ("alpha",)}
+        takes = {"iid": (), "sites": (), "classes": ("nc",), "dirichlet": ("alpha", "nc"), "quantity": ("alpha",)}
         mine = takes.get(self.kind, ("column",))
         if mine and getattr(self, mine[0]) is None:
             raise ValueError(f"kind: {self.kind} needs {mine[0]}")
@@ -401,6 +415,8 @@ class Federation(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Federation":
+        if self.clients is None and self.partition.kind == "sites":
+            raise ValueError("clients: say how many sites there are")
         if self.clients is not None and self.partition.kind == "natural":
             raise ValueError("a natural partition brings its own number of clients: drop clients")
         if self.devices and abs(sum(device.share for device in self.devices) - 1) > 1e-6:
@@ -514,6 +530,15 @@ class Experiment(Strict):
         self._check_parts()
         if self.federation is not None:
             self._check_federation(self.federation)
+        sites = self.federation is not None and self.federation.partition.kind == "sites"
+        if self.data.source == "none" and not sites:
+            raise ValueError(
+                "data.source: none is for a server whose clients hold the images: partition: {kind: sites}"
+            )
+        if sites and self.data.normalize == "data":
+            raise ValueError("data.normalize: data would differ from site to site: say imagenet or half")
+        if self.data.source == "none" and self.test_curve:
+            raise ValueError("test_curve needs images to test on, and data.source is none")
         if self.model.weights == "digits" and self.data.source != "digits":
             raise ValueError('model.weights is "digits", which goes only with data.source: digits')
         return self

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Stage
@@ -20,14 +21,14 @@ from fedsieve.federation.channel import EXACT, NO_VALUES, Channel
 from fedsieve.federation.executors import Trained
 from fedsieve.federation.remote import FP64, effort_space
 from fedsieve.federation.ridge import LOSSES, head_space, losses_at_scales, statistics, statistics_space
-from fedsieve.federation.rounds import Effort, Federated, squares_by_span
+from fedsieve.federation.rounds import METRICS, Effort, Federated, squares_by_span
 from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, OnFeatures, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.train.feed import Feed, with_features
-from fedsieve.train.loop import EVALUATION_BATCH
+from fedsieve.train.loop import EVALUATION_BATCH, predict
 from fedsieve.train.sieve import starting_mask
 from fedsieve.wire.codec import Coding, Message, decode
 from fedsieve.wire.envelope import wrap
@@ -72,10 +73,10 @@ class Outbox(Channel):
 
 
 class Site:
-    """Client number `client`, whose images are `context.train`; its memory and log are in `folder`."""
+    """Client number `client`, whose images are `context.train`, and at the end `test`; its files are in `folder`."""
 
-    def __init__(self, context: Context, client: int, run: str, folder: Path) -> None:
-        self.context, self.client, self.run, self.folder = context, client, run, folder
+    def __init__(self, context: Context, client: int, run: str, folder: Path, test: Callable[[], Feed]) -> None:
+        self.context, self.client, self.run, self.folder, self.test = context, client, run, folder, test
         self.stages = {stage.name: stage for stage in context.experiment.stages}
         assert isinstance(context.model, Classifier)
         self.model = context.model
@@ -85,6 +86,7 @@ class Site:
             "scores": Visit.scores,
             "statistics": Visit.statistics,
             "losses": Visit.losses,
+            "test": Visit.test,
         }
 
     def answer(self, head: Mapping[str, Any], messages: Sequence[bytes]) -> bytes:
@@ -169,6 +171,8 @@ class Visit:
 
     def remember(self) -> int:
         """Bring what is new to the disk, and give its version."""
+        if self.head["ask"] == "test":  # the last question, and of no stage
+            return 0
         before = abs(int(self.head.get("memory") or 0))
         version = self.store.write(before + 1).get(str(self.client), 0)
         kept = range(version - self.experiment.checkpoint.keep, version + 1)
@@ -355,6 +359,14 @@ class Visit:
     @property
     def _classes(self) -> int:
         return self.space.shapes[self.space.names.index("head.bias")][0]
+
+    def test(self) -> None:
+        """Measure the final model on test images of the site's own."""
+        feed = self.site.test()
+        logits = predict(self.site.model, feed, self.context.autocast).double()
+        correct = (logits.argmax(1) == feed.labels).sum()
+        values = torch.stack([F.cross_entropy(logits, feed.labels, reduction="sum"), correct.double()])
+        self.outbox.up("test", [self.client], self.head["round"], METRICS, values[None], FP64, [len(feed)])
 
     def _own(self) -> tuple[Tensor, Tensor]:
         """The features and labels of the images that the site trains on."""

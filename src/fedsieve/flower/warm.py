@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,18 +30,31 @@ BEAT = 1.0  # seconds from one look at its SuperNode to the next
 
 def answer_warm(envelope: bytes, place: dict[str, Any], seconds: float, idle: float = IDLE) -> bytes:
     """What the site at `place` (of `Place`, as text) answers; an error where that takes longer than `seconds`."""
-    with _connected(place["folder"], idle) as connection:
-        connection.send_bytes(json.dumps(place).encode())
-        connection.send_bytes(envelope)
-        process = int(connection.recv_bytes())
+    connection, process = _handed_over(envelope, place, idle)
+    with connection:
         try:
             if connection.poll(seconds):
                 return connection.recv_bytes()
-        except EOFError:
+        except (EOFError, OSError):
             raise FedsieveError("the site's process ended while it worked", 1) from None
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
         raise FedsieveError(f"the site did not answer in {seconds:g} s", 1)
+
+
+def _handed_over(envelope: bytes, place: dict[str, Any], idle: float) -> tuple[Connection, int]:
+    """A connection to the site's process, which has the envelope, and its number. One that is just ending is replaced."""
+    end = time.monotonic() + START
+    while True:
+        connection = _connected(place["folder"], idle)
+        try:
+            connection.send_bytes(json.dumps(place).encode())
+            connection.send_bytes(envelope)
+            return connection, int(connection.recv_bytes())
+        except (EOFError, OSError):
+            connection.close()
+            if time.monotonic() > end:
+                raise FedsieveError("the site's process ends as soon as it begins", 1) from None
 
 
 def _address(folder: str) -> str:
@@ -78,7 +92,7 @@ def _connect(address: str) -> Connection | None:
     return Connection(client.detach())
 
 
-def main(address: str, watched: int, idle: float) -> None:
+def main(address: str, watched: int, idle: float, answer: Callable[[bytes, dict[str, Any]], bytes]) -> None:
     """Answer one message after another until the process `watched` is gone, or nothing was asked for `idle` seconds."""
     last = [time.monotonic()]  # infinity while it works
 
@@ -93,8 +107,6 @@ def main(address: str, watched: int, idle: float) -> None:
         os.unlink(address)
     server.bind(address)
     server.listen()
-    from fedsieve.runner.site import Place, answer
-
     while True:
         connection, _ = server.accept()
         last[0] = float("inf")
@@ -102,7 +114,7 @@ def main(address: str, watched: int, idle: float) -> None:
             place = json.loads(client.recv_bytes())
             envelope = client.recv_bytes()
             client.send_bytes(str(os.getpid()).encode())
-            client.send_bytes(answer(envelope, Place(**{**place, "folder": Path(place["folder"])})))
+            client.send_bytes(answer(envelope, place))
         last[0] = time.monotonic()
 
 
@@ -122,5 +134,11 @@ def _gone(process: int) -> bool:
     return False
 
 
+def _answer(envelope: bytes, place: dict[str, Any]) -> bytes:
+    from fedsieve.runner.site import Place, answer  # seconds, in which the socket is there already
+
+    return answer(envelope, Place(**{**place, "folder": Path(place["folder"])}))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), _answer)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
+from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.sites import Transport
@@ -46,7 +47,7 @@ from fedsieve.runner.federated import (
     write_clients,
 )
 from fedsieve.runner.progress import Display
-from fedsieve.runner.remote import meet_sites
+from fedsieve.runner.remote import check_place, meet_sites, test_at_sites
 from fedsieve.runner.setup import Setup, config_digest, fit_stage, preflight, prepare
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
@@ -120,6 +121,7 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _execute(experiment: Experiment, folder: Path, display: Display, transport: Transport | None) -> dict[str, Any]:
+    check_place(experiment, folder, transport)
     with _only_process(folder), _stop_signals() as signals, display:
         try:
             return _Run(experiment, folder, display, signals, transport).go()
@@ -418,14 +420,23 @@ class _Run:
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
             setup.space(stage).write(setup.model, theta)
-            logits = predict(setup.model, test, setup.autocast)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            found = measure(logits, test.labels, "test")
+            logits, found = torch.empty(0, len(setup.class_names)), {"test_accuracy": math.nan, "test_loss": math.nan}
+            if len(test):
+                logits = predict(setup.model, test, setup.autocast)
+                found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
-        self._write_predictions(logits, test)
-        save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
+        accuracy, images = None, len(test)
+        if self.context and self.context.sites and not len(self.context.population.counts.client):
+            accuracy, found, seen = test_at_sites(self.context, self.experiment.stages[-1])
+            if not len(test):
+                images = seen
+                last |= found
+        if len(test):
+            self._write_predictions(logits, test)
+        save_model(self.folder / FINAL, setup)
         summary = {
             "name": self.experiment.name,
             "seed": self.experiment.seed,
@@ -434,17 +445,22 @@ class _Run:
             "device": device_name(setup.device),
             "train_images": int(self.context.population.shards.sizes.sum()) if self.context else len(setup.train),
             "val_images": len(setup.validation),
-            "test_images": len(test),
+            "test_images": images,
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
-            **self._summarise_federation(stages, logits, test),
+            **self._summarise_federation(stages, logits, test, accuracy),
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
 
-    def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
-        """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
+    def _summarise_federation(
+        self, stages: dict[str, Any], logits: Tensor, test: Feed, accuracy: np.ndarray | None
+    ) -> dict[str, Any]:
+        """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes.
+
+        `accuracy` (K,) is what sites found on test images of their own; None where the server knows what clients hold.
+        """
         if self.context is None:
             return {}
 
@@ -457,6 +473,9 @@ class _Run:
                 refused[reason] = refused.get(reason, 0) + count
         correct = (logits.argmax(1) == test.labels).cpu().numpy()
         labels = test.labels.cpu().numpy()
+        if accuracy is None:
+            population = self.context.population
+            accuracy = client_accuracies(correct, labels, population.counts, len(population))
         personal = {}
         if self.context.population.settings.personal:
             sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
@@ -471,7 +490,7 @@ class _Run:
             "mask_id": newest("mask_id"),
             "drift": newest("drift"),
             "refused": refused,
-            "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
+            "client_accuracy": client_summary(self.context.population, accuracy, self.folder / CLIENTS),
             **personal,
         }
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Stage
-from fedsieve.data.partitions import client_accuracies
+from fedsieve.data.partitions import Shards, client_accuracies
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.calibrate import sieve_at
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
-from fedsieve.federation.population import Population, make_population
+from fedsieve.federation.population import Population, dealt, make_population
 from fedsieve.federation.remote import RemoteChannel, RemoteRounds
 from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.rounds import Federated
@@ -44,6 +44,10 @@ def populate(experiment: Experiment, setup: Setup) -> Population:
     settings = experiment.federation
     assert settings is not None
     groups = None
+    if settings.partition.kind == "sites":
+        assert settings.clients is not None
+        nothing = Shards(np.arange(0), np.zeros(settings.clients + 1, dtype=np.int64))
+        return dealt(settings, experiment.seed, nothing, np.arange(0))
     if settings.partition.kind == "natural":
         assert settings.partition.column is not None
         groups = load_column(experiment.data, "train", settings.partition.column)[setup.train.rows]
@@ -170,9 +174,8 @@ def fit_ridge(
     return space, state, solved()
 
 
-def client_summary(population: Population, correct: np.ndarray, labels: np.ndarray, file: Path) -> dict[str, Any]:
+def client_summary(population: Population, accuracy: np.ndarray, file: Path) -> dict[str, Any]:
     """How well the global model serves each client, whose test set has its own shares of classes; details in `file`."""
-    accuracy = client_accuracies(correct, labels, population.counts, len(population))
     write_clients(population, accuracy, file)
     return spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers))
 

@@ -3,17 +3,25 @@
 import json
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
+import torch
 
 import fedsieve
-from fedsieve.config import Experiment, to_yaml
+from fedsieve.config import Experiment, Stage, to_yaml
+from fedsieve.data.partitions import Shards
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.channel import EXACT
+from fedsieve.federation.remote import FP64, RemoteChannel
+from fedsieve.federation.rounds import METRICS
 from fedsieve.federation.sites import DEADLINE, Sites, Transport
-from fedsieve.federation.state import Context
+from fedsieve.federation.state import Context, ServerState
 from fedsieve.files import write_json
 from fedsieve.runner.setup import Setup
+from fedsieve.wire.codec import Message
 from fedsieve.wire.envelope import wrap
 
 SITES = "sites.json"
@@ -39,17 +47,37 @@ def check_remote(experiment: Experiment) -> None:
         if getattr(settings, name):
             raise FedsieveError(f"federation.{name} does not work with sites elsewhere yet: drop it, or `fedsieve run`")
     for sieve in filter(None, map(experiment.mask_of, experiment.stages)):
-        if sieve.scope == "public" and not experiment.data.val_fraction:
-            raise FedsieveError("mask.scope: public is scored on images of the server's: set data.val_fraction")
+        own = settings.partition.kind == "sites"
+        if sieve.scope == "public" and (experiment.data.source == "none" if own else not experiment.data.val_fraction):
+            key = "data.source" if own else "data.val_fraction"
+            raise FedsieveError(
+                f"mask.scope: public is scored on images that the server holds, and {key} leaves it none"
+            )
+
+
+def check_place(experiment: Experiment, folder: Path, transport: Transport | None) -> None:
+    """Refuse to run an experiment with clients elsewhere where they are not, and the other way round."""
+    settings = experiment.federation
+    if transport is not None:
+        check_remote(experiment)
+    elif settings is not None and settings.partition.kind == "sites":
+        raise FedsieveError(
+            "federation.partition.kind: sites are elsewhere, and this process is alone: `fedsieve flower` runs with them"
+        )
+    elif (folder / SITES).exists():
+        raise FedsieveError(f"{folder}: the clients of this run are sites: `fedsieve flower {folder}` goes on with it")
 
 
 def meet_sites(context: Context, setup: Setup, weights: str, folder: Path, transport: Transport) -> Sites:
     """Wait until all sites are here (of a run that has begun before, enough of them), each of which fits the experiment."""
     experiment, settings, people = context.experiment, context.population.settings, context.population
-    check_remote(experiment)
-    file, run = folder / SITES, secrets.token_hex(8)
+    file, run, images = folder / SITES, secrets.token_hex(8), dict(enumerate(people.shards.sizes.tolist()))
+    own = settings.partition.kind == "sites"
+    if own:
+        images = {}
     if begun := file.exists():
-        run = json.loads(file.read_text())["run"]
+        met = json.loads(file.read_text())
+        run, images = met["run"], {int(client): count for client, count in met["images"].items()}
     greeting = wrap(
         {
             "ask": "hello",
@@ -62,7 +90,7 @@ def meet_sites(context: Context, setup: Setup, weights: str, folder: Path, trans
     )
     seconds = settings.failures.deadline or DEADLINE
     sites = Sites(transport, run, len(people), greeting, seconds, context.say)
-    sites.images = dict(enumerate(people.shards.sizes.tolist()))
+    sites.images = images
     needed = settings.minimum_replies if begun else len(people)
     began = time.monotonic()
     while len(here := sites.here()) < needed:
@@ -76,6 +104,29 @@ def meet_sites(context: Context, setup: Setup, weights: str, folder: Path, trans
             )
         time.sleep(PAUSE)
     write_json(file, {"run": run, "images": sites.images})
+    if own:
+        offsets = np.cumsum([0, *(sites.images[client] for client in range(len(people)))])
+        context.population = replace(people, shards=Shards(np.arange(offsets[-1]), offsets))
     # From here on nobody can look at training images that a server should not have.
     setup.train = context.train = setup.train.take(np.arange(0))
     return sites
+
+
+def test_at_sites(context: Context, stage: Stage) -> tuple[np.ndarray, dict[str, float], int]:
+    """The model on test images of the sites' own: accuracies (K,), accuracy and loss over all of them, and their number."""
+    channel = RemoteChannel(context, stage.name, ServerState(torch.empty(0)), "cpu")
+    clients, number = list(range(len(context.population))), stage.length - 1
+    if (changed := context.changed_weights()) is not None:
+        mask, values = changed
+        channel.down("context", clients, number, mask, values.float(), EXACT, enclose=True)
+    accuracy, total, images = np.full(len(clients), np.nan), torch.zeros(2, dtype=torch.float64), 0
+    for reply in channel.ask("test", clients, number, METRICS, FP64, _elsewhere):
+        assert isinstance(reply, Message)
+        total, images = total + reply.values, images + reply.n
+        accuracy[reply.client] = reply.values[1].item() / max(reply.n, 1)
+    loss, right = (total / max(images, 1)).tolist()
+    return accuracy, {"test_accuracy": right, "test_loss": loss}, images
+
+
+def _elsewhere(client: int) -> NoReturn:
+    raise AssertionError(f"client {client} is elsewhere")

@@ -136,8 +136,8 @@ def _few(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def prepare(experiment: Experiment, display: Display) -> Setup:
-    """Load data and model."""
+def prepare(experiment: Experiment, display: Display, server: bool = True) -> Setup:
+    """Load data and model; where clients are sites with images of their own, as the server has them, or as a site does."""
     device = preflight(experiment)
     set_deterministic(experiment.deterministic)
     data = experiment.data
@@ -145,14 +145,17 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
     rows, held = hold_out(
         images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
     )
-    if data.val_fraction and not len(held):
+    sites = server and experiment.federation is not None and experiment.federation.partition.kind == "sites"
+    if sites:  # who train on their own: what the server holds is for validation
+        rows, held = np.arange(0), np.arange(len(images))
+    elif data.val_fraction and not len(held):
         raise FedsieveError(
             f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on"
         )
     # Split first, choose classes second: the split is then the same whatever the classes.
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
-    if not len(train_rows):
+    if not len(train_rows) and not sites:
         raise FedsieveError(f"data.source: {data.source} leaves no image to train on", 1)
     transform = make_transform(data, *statistics(data, images.images, train_rows))
     store = ImageStore(images.images, device, data.placement)

@@ -20,6 +20,7 @@ from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
 from fedsieve.model.weights import digest
+from fedsieve.randomness import generator
 from fedsieve.runner.federated import executor_kind, populate
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, config_digest, prepare
@@ -35,7 +36,7 @@ class Place:
 
     client: int
     folder: Path
-    data: str | None = None  # instead of the experiment's data.source
+    data: str | None = None  # of a site with images of its own: instead of the experiment's data.source
     weights: str | None = None  # instead of the experiment's model.weights
     device: str | None = None
     experiment: str | None = None  # a file: the only experiment that the site takes part in
@@ -43,12 +44,22 @@ class Place:
     def own(self, experiment: Experiment) -> Experiment:
         """An experiment with what is the site's own put in."""
         data, model = experiment.data, experiment.model
-        if self.data is not None:
-            data = data.model_copy(update={"source": self.data})
+        if owns(experiment):
+            if self.data is None:
+                raise FedsieveError(
+                    "the experiment is for sites with images of their own, and this one names none (data)"
+                )
+            data = data.model_copy(update={"source": self.data, "val_fraction": 0.0})
         if self.weights is not None:
             model = model.model_copy(update={"weights": self.weights})
         own: dict[str, Any] = {"data": data, "model": model, "device": self.device or experiment.device}
         return experiment.model_copy(update=own | {"tracking": []})
+
+
+def owns(experiment: Experiment) -> bool:
+    """Whether the clients of an experiment have images of their own, and do not share out one source."""
+    assert experiment.federation is not None
+    return experiment.federation.partition.kind == "sites"
 
 
 def answer(envelope: bytes, place: Place) -> bytes:
@@ -121,7 +132,10 @@ def _open(place: Place, run: str, folder: Path) -> Site:
     setup, people = prepared.setup, prepared.people
     if not 0 <= place.client < len(people):
         raise FedsieveError(f"there is no site {place.client}: they are numbered 0 to {len(people) - 1}")
-    train = setup.train.take(people.shards.client(place.client))
+    mine = people.shards.client(place.client)
+    if owns(experiment):
+        mine = generator(experiment.seed, "partition", place.client).permutation(len(setup.train))
+    train = setup.train.take(mine)
     context = Context(
         experiment=experiment,
         population=alone(people, place.client, train.labels.cpu().numpy()),
@@ -135,7 +149,7 @@ def _open(place: Place, run: str, folder: Path) -> Site:
         ledger=cast(Ledger, None),  # the server keeps it; a site has its log
         store=ClientStore(folder / "memory"),
     )
-    return Site(context, place.client, run, folder)
+    return Site(context, place.client, run, folder, setup.test_feed)
 
 
 @dataclass(frozen=True)
@@ -153,7 +167,7 @@ def _prepared(config: str) -> _Prepared:
     experiment = Experiment.model_validate_json(config)
     if experiment.threads is not None:
         torch.set_num_threads(experiment.threads)
-    setup = prepare(experiment, Display.silent())
+    setup = prepare(experiment, Display.silent(), server=False)
     initial = {name: tensor.detach().clone() for name, tensor in setup.model.state_dict().items()}
     return _Prepared(setup, initial, digest(setup.model), populate(experiment, setup))
 
