@@ -25,7 +25,7 @@ from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
-from fedsieve.runner.setup import Setup, feature_feeds
+from fedsieve.runner.setup import Setup, chosen_executor, feature_feeds
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.sieve import reached_sparsity
@@ -36,15 +36,21 @@ CLIENTS = "clients.npz"
 PERSONAL = "personal.npz"
 
 
-def populate(experiment: Experiment, setup: Setup) -> Population:
-    """Deal the training images to clients."""
+def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Population:
+    """Deal training images to clients: their `labels`, and which `rows` of the source they are."""
     settings = experiment.federation
     assert settings is not None
     groups = None
     if settings.partition.kind == "natural":
         assert settings.partition.column is not None
-        groups = load_column(experiment.data, "train", settings.partition.column)[setup.train.rows]
-    return make_population(settings, setup.train.labels.cpu().numpy(), experiment.seed, groups)
+        groups = load_column(experiment.data, "train", settings.partition.column)[rows]
+    population = make_population(settings, labels, experiment.seed, groups)
+    if population.cohort_size < settings.minimum_replies:
+        raise FedsieveError(
+            f"federation.minimum_replies: {settings.minimum_replies} replies cannot come from a cohort of "
+            f"{population.cohort_size}"
+        )
+    return population
 
 
 def make_context(
@@ -58,29 +64,20 @@ def make_context(
     versions: Mapping[str, int] | None = None,
 ) -> Context:
     """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names."""
-    kind = experiment.executor
-    if kind == "auto":
-        kind = "stacked" if setup.device.type == "cuda" else "sequential"
-    context = Context(
+    return Context(
         experiment=experiment,
-        population=populate(experiment, setup),
+        population=populate(experiment, setup.train.labels.cpu().numpy(), setup.train.rows),
         model=setup.model,
         initial=initial,
         train=setup.train,
         validation=setup.validation,
         autocast=setup.autocast,
         speed=setup.speed,
-        executor=kind,
+        executor=chosen_executor(experiment, setup.device),
         ledger=Ledger(folder / "ledger.csv", offset, digest),
         store=ClientStore(folder / "clients", versions),
         say=say,
     )
-    if context.population.cohort_size < context.population.settings.minimum_replies:
-        raise FedsieveError(
-            f"federation.minimum_replies: {context.population.settings.minimum_replies} replies cannot come from a cohort "
-            f"of {context.population.cohort_size}"
-        )
-    return context
 
 
 def fit_rounds(
@@ -105,6 +102,8 @@ def fit_rounds(
         return setup.validate(forward, validation) | watch()
 
     context.keep_mask = keep_mask
+    if state is None and (told := stage.spent):
+        context.say(f"{stage.name}: {told}")
     federated = Federated(context, stage, space, forward, theta, train, validate, state)
     return space, federated.state, federated.rounds()
 
@@ -210,6 +209,8 @@ def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, se
     described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
     described["dense"] = ParamSpace.of(setup.model, dense_names(setup.model, stage.train)).size
     described |= {key: value for key, value in state.chosen.items() if key.startswith("client_val_")}
+    if state.simulated_seconds:
+        described["simulated_seconds"] = state.simulated_seconds
     sieve = experiment.mask_of(stage)
     if sieve is None:
         return described
