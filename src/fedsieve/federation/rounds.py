@@ -22,7 +22,7 @@ from fedsieve.federation.blending import blended, tell_shares
 from fedsieve.federation.calibrate import client_mask, is_due, nested_tiers, one_mask, sieve_at
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor
-from fedsieve.federation.server import carried, server_step
+from fedsieve.federation.server import after_new_mask, server_step
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import Update, sum_over_clients, weighted_mean
 from fedsieve.federation.work import Work, local_work
@@ -150,7 +150,11 @@ class Federated:
             wasted = [client for client in trains if client not in refused]
             self.channel.silence("update", wasted, number, "up", TOO_FEW)
             refused |= dict.fromkeys(wasted, TOO_FEW)
-        return self._record(effort, rate, len(cohort), replies, refused)
+        record = self._record(effort, rate, len(cohort), replies, refused)
+        if any(device.delay for device in self.settings.devices):
+            record["simulated_seconds"] = self.population.waiting(stage.name, number, fates)
+            self.state.simulated_seconds += record["simulated_seconds"]
+        return record
 
     def _train(self, clients: list[int], rate: float, effort: "Effort") -> Iterator[tuple[list[int], Trained]]:
         """Local training of all that were reached, as many at a time as fit."""
@@ -284,13 +288,21 @@ class Federated:
         state = self.state
         by = "val_accuracy" if len(self.context.validation) else "client_val_accuracy"
         if by in record and (state.best is None or record[by] > state.chosen[by]):
-            state.best, state.best_at = state.theta.clone(), state.round
+            state.best = state.theta.clone()
+            self._note_choice()
             state.chosen = {key: value for key, value in record.items() if key.startswith(("val_", "client_val_"))}
         patience = self.stage.early_stopping
         waited = state.round - (state.best_at or 0)
         state.done = last or (patience is not None and by in record and waited >= patience)
         if state.done and state.best is None:
-            state.best_at = state.round
+            self._note_choice()
+
+    def _note_choice(self) -> None:
+        """What there is to know of the chosen round beside its weights."""
+        state = self.state
+        state.best_at, state.best_generation = state.round, state.generation
+        bits = state.moved if self.own_masks else state.mask
+        state.best_mask = None if bits is None else bits.clone()
 
     # --- evaluation on clients ---------------------------------------------------------------------------------------
 
@@ -340,10 +352,7 @@ class Federated:
             state.ranks = scores[mask.indices()]
         if old is not None:
             new = mask.indices().to(self.device)
-            state.server = {
-                name: carried(values, old, new, self.settings.server.tau**2 if name == "second" else 0.0)
-                for name, values in state.server.items()
-            }
+            state.server = after_new_mask(self.settings.server, state.server, old, new)
         self._use(mask)
         self.context.keep_mask("" if generation == 0 else f"round-{state.round + 1}", mask)
 
@@ -384,7 +393,9 @@ class Federated:
         name = f"{self.stage.name}.mask"
         if name not in memory:
             assert self.sieve is not None
+            clock = time.perf_counter()
             mask = client_mask(self.context, self.sieve, self.space, client, self.stage.name)
+            self.state.calibration_seconds += time.perf_counter() - clock
             memory = {name: torch.from_numpy(mask.bits.copy())}
             self.context.store.put(client, self.state.round, **memory)
             self.context.keep_mask(f"client-{client}", mask)

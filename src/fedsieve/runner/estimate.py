@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from fedsieve.config import Experiment, Sieve, Stage
-from fedsieve.data.sources import load_column
+from fedsieve.federation.population import Population
 from fedsieve.federation.ridge import SCALES, statistics_space
 from fedsieve.mask.calibration import RULES, densities
 from fedsieve.model.space import ParamSpace
@@ -25,17 +23,8 @@ class People:
     cohort: int
 
     @classmethod
-    def of(cls, experiment: Experiment) -> "People":
-        settings = experiment.federation
-        assert settings is not None
-        clients = settings.clients or 100
-        if settings.partition.kind == "natural":
-            assert settings.partition.column is not None
-            clients = len(np.unique(load_column(experiment.data, "train", settings.partition.column)))
-        trainers = max(1, clients - round(settings.held_out * clients))
-        share = settings.cohort
-        cohort = share if isinstance(share, int) else max(1, round(share * trainers))
-        return cls(clients, trainers, min(cohort, trainers))
+    def of(cls, population: Population) -> "People":
+        return cls(len(population), population.trainers, population.cohort_size)
 
     def met(self, rounds: float) -> float:
         """How many different clients take part in so many rounds, on average."""

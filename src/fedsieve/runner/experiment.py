@@ -43,6 +43,7 @@ from fedsieve.runner.federated import (
     fit_rounds,
     make_context,
     personal_summary,
+    write_clients,
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
@@ -59,12 +60,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json)."""
     folder, display = Path(folder), display or Display.silent()
-    # A process killed before its first file was whole leaves only that file's hidden beginning.
-    if folder.exists() and (
-        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
-    ):
-        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
-        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
+    check_free(folder)
     preflight(experiment)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
@@ -80,6 +76,16 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
         if error.exit_code == 2 and not begun:
             shutil.rmtree(folder, ignore_errors=True)  # a wrong request: nothing was done that is worth keeping
         raise
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder that a new run cannot have."""
+    # A process killed before its first file was whole leaves only that file's hidden beginning.
+    if folder.exists() and (
+        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
+    ):
+        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
+        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
 
 
 def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
@@ -145,10 +151,11 @@ class _Run:
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
         self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
-        self.chosen: list[Tensor] = []  # and its chosen weights
+        self.chosen: list[Tensor] = []  # its chosen weights,
+        self.masks: list[Tensor] = []  # and, of a federation, the bits of the mask they were trained with, if any
         self.state: StageState | ServerState | None = None  # of the stage under way,
         self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
-        self.ledger_bytes = 0  # the ledger's length,
+        self.ledger_bytes, self.ledger_digest = 0, ""  # the ledger's length and digest,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
         self.context: Context | None = None  # of a federation
 
@@ -172,10 +179,18 @@ class _Run:
             saved = None
         metrics_bytes = self._restore(*saved) if saved else 0
         if self.experiment.federation is not None:
-            versions = self.memories[-1] if self.memories else {}
             self.context = make_context(
-                self.experiment, self.setup, self.initial, self.folder, self.ledger_bytes, versions, self.display.say
+                self.experiment,
+                self.setup,
+                self.initial,
+                self.folder,
+                self.display.say,
+                self.ledger_bytes,
+                self.ledger_digest,
+                self.memories[-1] if self.memories else None,
             )
+            if not (self.folder / CLIENTS).exists():
+                write_clients(self.context.population, None, self.folder / CLIENTS)
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
             # What was written after the checkpoint will be written again, the same.
             self.metrics.truncate(metrics_bytes)
@@ -195,10 +210,7 @@ class _Run:
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:
-        """The file that no longer begins with the lines that a checkpoint counts on; None where all do."""
-        ledger = self.folder / "ledger.csv"
-        if numbers["ledger_bytes"] and not (ledger.exists() and ledger.stat().st_size >= numbers["ledger_bytes"]):
-            return ledger.name
+        """metrics.jsonl, where it no longer begins with the lines that a checkpoint counts on; None where it does."""
         try:
             content = (self.folder / "metrics.jsonl").read_bytes()[: numbers["metrics_bytes"]]
             lines = [json.loads(line) for line in content.splitlines()]
@@ -240,6 +252,8 @@ class _Run:
             self.signals.under_way = False
             self.setup.release()
             self.chosen.append(space.read(self.setup.model))
+            bits = self.state.best_mask if isinstance(self.state, ServerState) else None
+            self.masks.append(torch.empty(0, dtype=torch.uint8) if bits is None else bits)
             self.finished.append(
                 {
                     "name": stage.name,
@@ -326,11 +340,12 @@ class _Run:
         self.seconds, self.clock = self.seconds + now - self.clock, now
         if self.context:
             self.context.ledger.sync()
-            self.ledger_bytes = self.context.ledger.offset
+            self.ledger_bytes, self.ledger_digest = self.context.ledger.offset, self.context.ledger.digest
             versions = self.context.store.write(self.ticks)
             self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
         numbers = {
             "ledger_bytes": self.ledger_bytes,
+            "ledger_digest": self.ledger_digest,
             "memories": self.memories,
             "ticks": self.ticks,
             "records": self.records,
@@ -343,6 +358,7 @@ class _Run:
             "state": self.state.numbers() if self.state else None,
         }
         tensors = {f"chosen.{number}": tensor for number, tensor in enumerate(self.chosen)}
+        tensors |= {f"mask.{number}": bits for number, bits in enumerate(self.masks)}
         if self.state:
             tensors |= {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         save_checkpoint(self.folder / "checkpoints", self.ticks, numbers, tensors, self.experiment.checkpoint.keep)
@@ -360,9 +376,11 @@ class _Run:
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
         self.mask_id = numbers["mask_id"]
-        self.ledger_bytes, self.memories = numbers["ledger_bytes"], numbers["memories"]
+        self.ledger_bytes, self.ledger_digest = numbers["ledger_bytes"], numbers["ledger_digest"]
+        self.memories = numbers["memories"]
         device = self.setup.device
         self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]
+        self.masks = [tensors[f"mask.{number}"] for number in range(len(self.finished))]
         for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
             self.setup.space(stage).write(self.setup.model, theta)
         if numbers["state"]:
@@ -412,10 +430,13 @@ class _Run:
         return summary
 
     def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
-        """The whole run in a federation's terms: the last stage's mask and drift, all stages' rounds and bytes."""
+        """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
-        last = stages[self.experiment.stages[-1].name]
+
+        def newest(key: str) -> Any:  # a head in closed form has neither mask nor drift
+            return next((stage[key] for stage in reversed(stages.values()) if stage.get(key) is not None), None)
+
         refused: dict[str, int] = {}
         for stage in stages.values():
             for reason, count in stage["refused"].items():
@@ -424,14 +445,17 @@ class _Run:
         labels = test.labels.cpu().numpy()
         personal = {}
         if self.context.population.settings.personal:
-            personal = {"personal": personal_summary(self.context, last, correct, test, self.folder)}
+            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
+            shared = sieve is not None and sieve.scope != "client"
+            mask = Mask(space, self.masks[-1].numpy()) if shared else None
+            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
             "bytes_down": self.context.ledger.total["down"],
-            "sparsity": last.get("sparsity"),
-            "mask_id": last.get("mask_id"),
-            "drift": last["drift"],
+            "sparsity": newest("sparsity"),
+            "mask_id": newest("mask_id"),
+            "drift": newest("drift"),
             "refused": refused,
             "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
             **personal,

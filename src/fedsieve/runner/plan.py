@@ -7,24 +7,34 @@ import torch
 from torch import nn
 
 from fedsieve.config import Experiment, Sieve, Stage
-from fedsieve.data.sources import count_images
+from fedsieve.data.sources import choose_classes, count_images, survey
 from fedsieve.data.store import free_memory
 from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.report.html import size
 from fedsieve.runner.environment import device_name
 from fedsieve.runner.estimate import Estimate, People, context_bytes, estimate
-from fedsieve.runner.setup import blank_model, preflight
-from fedsieve.train.sieve import taking_part
+from fedsieve.runner.federated import populate
+from fedsieve.runner.setup import blank_model, preflight, split_rows
+from fedsieve.runner.tracking import make_trackers
+from fedsieve.train.sieve import check_sieve, taking_part
 
 
 def plan(experiment: Experiment) -> list[tuple[str, str]]:
     """Rows of (what, how much)."""
     device = preflight(experiment)
-    rows, test, classes, image_bytes = count_images(experiment.data)
-    held = round(experiment.data.val_fraction * rows)
-    train = rows - held
+    make_trackers(experiment.tracking)
+    data = experiment.data
+    rows, test, classes, image_bytes = count_images(data)
+    every, names, _ = survey(data, "train")
+    train_rows, _ = split_rows(experiment, every)
+    train_rows, labels = choose_classes(every, train_rows, data.classes, len(names))
+    train = len(train_rows)
+    held = rows - train
     model = blank_model(experiment, classes)
+    for stage in experiment.stages:
+        if (sieve := experiment.mask_of(stage)) is not None:  # the head is of its real size now
+            check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))
     everything = ParamSpace.of(model)
     lines = [
         ("device", f"{device_name(device)}, {size(free_memory(device))} free"),
@@ -39,7 +49,7 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
     ]
     people, images = None, float(train)
     if experiment.federation:
-        people = People.of(experiment)
+        people = People.of(populate(experiment, labels, train_rows))
         images *= (1 - experiment.federation.client_validation) / people.clients
         apart = f", {people.clients - people.trainers:,} of them strangers" if people.trainers < people.clients else ""
         many = f"{people.clients:,}{apart}; {people.cohort:,} in a round, about {images:.0f} images each"
@@ -91,7 +101,7 @@ def work(stage: Stage, people: People | None, images: float) -> tuple[str, int]:
         return f"{stage.epochs} epochs x {steps:,} steps of {stage.batch_size} images", stage.length * steps
     steps = stage.local.steps or steps * (stage.local.epochs or 1)
     text = f"{stage.length:,} rounds x {people.cohort:,} clients x {steps:,} steps of {stage.batch_size} images"
-    return text, stage.length * people.cohort * steps
+    return f"{text}; {stage.spent}" if stage.spent else text, stage.length * people.cohort * steps
 
 
 def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from fedsieve.data.splits import hold_out
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.calibrate import check_tiers
 from fedsieve.federation.personal import norm_names
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
@@ -38,6 +39,10 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 def preflight(experiment: Experiment) -> torch.device:
     """Refuse, before a weight or an image is loaded, what cannot run on this machine; gives the device."""
     device = choose_device(experiment.device)
+    if experiment.clients_at_once and chosen_executor(experiment, device) == "sequential":
+        raise FedsieveError(
+            f"clients_at_once goes with executor: stacked, and on {device.type} auto is sequential: say executor: stacked"
+        )
     kind_of(experiment.data.source)
     check_backbone(experiment.model)
     if experiment.model.weights not in ("hub", "none", "digits"):
@@ -50,10 +55,18 @@ def preflight(experiment: Experiment) -> torch.device:
             name.startswith("head.") for name in space.names
         ):
             check_sieve(sieve, model, space)
+            check_tiers(sieve, experiment.federation.devices if experiment.federation else (), model, space)
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)
     return device
+
+
+def chosen_executor(experiment: Experiment, device: torch.device) -> str:
+    """What trains a cohort: sequential or stacked."""
+    if experiment.executor == "auto":
+        return "stacked" if device.type == "cuda" else "sequential"
+    return experiment.executor
 
 
 def blank_model(experiment: Experiment, classes: int) -> Classifier:
@@ -135,13 +148,7 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
     set_deterministic(experiment.deterministic)
     data = experiment.data
     images = load_images(data, "train", display.say)
-    rows, held = hold_out(
-        images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
-    )
-    if data.val_fraction and not len(held):
-        raise FedsieveError(
-            f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on"
-        )
+    rows, held = split_rows(experiment, images.labels.numpy())
     # Split first, choose classes second: the split is then the same whatever the classes.
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
@@ -164,6 +171,17 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         data_fingerprint=images.fingerprint,
         model=model.to(device),
     )
+
+
+def split_rows(experiment: Experiment, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to train on, and those to validate on."""
+    data = experiment.data
+    rows, held = hold_out(labels, data.val_fraction, data.stratified, generator(experiment.seed, "validation split"))
+    if data.val_fraction and not len(held):
+        raise FedsieveError(
+            f"data.val_fraction: {data.val_fraction:g} of {len(labels)} images leaves none to validate on"
+        )
+    return rows, held
 
 
 def statistics(data: Data, images: Tensor, rows: np.ndarray) -> Statistics:
