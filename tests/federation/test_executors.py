@@ -47,7 +47,8 @@ def make_task(optimizer=None, correction="none", transform="crop_flip", double=T
     space = ParamSpace.of(model)
     theta = space.bind(model)
     optimizer = optimizer or Optimizer(lr=0.1, weight_decay=0.01)
-    return Task(model, space, theta, feed, optimizer, Correction(kind=correction, mu=0.3), nullcontext)
+    pull = {"mu": 0.3} if correction == "fedprox" else {}
+    return Task(model, space, theta, feed, optimizer, Correction(kind=correction, **pull), nullcontext)
 
 
 def make_works(task: Task, local: Local, batch: int = 4, round: int = 0):
