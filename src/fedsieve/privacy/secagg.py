@@ -5,7 +5,7 @@
     phase        server to client                       client to server
     0 advertise  threshold, width, count                two public keys: for shares, for pads
     1 share      everyone's public keys                 a commitment; shares of its own secrets, encrypted for each peer
-    2 pad        the shares meant for this client       values + self-pad + pads of the pairs, in Z_2^b
+    2 pad        the shares meant for this client       whose pads it uses; values + self-pad + these pads, in Z_2^b
     3 reveal     whose values arrived                   shares: of these the self-pad's seed, of the rest the pad key
 
 Pads of pairs cancel in the sum. A client may vanish before any phase; those whose values arrived are in the sum, exactly.
@@ -53,7 +53,7 @@ _TERMS = struct.Struct("<IBI")  # threshold, bytes of a value, values
 _KEYS = struct.Struct(f"<I{KEY}s{KEY}s")  # client, its public keys
 _SEALED = struct.Struct(f"<I{NONCE + SEED + KEY + TAG}s")  # client, its encrypted share
 _SURVIVOR = struct.Struct("<I")
-_COMMITMENT = 16  # bytes
+_COMMITMENT = _DIGEST = 16  # bytes
 
 
 class Aborted(FedsieveError):
@@ -139,7 +139,7 @@ class Client:
             key = _pair_pad(self.pad_key, self.keys[peer], self.binding, self.id, peer)
             add_pad(padded, key, 1 if self.id < peer else -1)
         self.shares |= shares
-        return padded.tobytes()
+        return b"".join((_participants(self.binding, self.shares), padded.data))
 
     def _reveal(self, message: bytes, body: memoryview) -> bytes:
         """Give out one of the two shares of every client. The request cannot ask for both: it names survivors only."""
@@ -162,7 +162,7 @@ class Server:
     def __init__(self, clients: Collection[int], threshold: int, bits: int, count: int, round: int = 0) -> None:
         """The sum of `count` values of so many bits over at least `threshold` of the clients, more than half of them."""
         check_threshold(threshold, len(set(clients)))
-        if not 0 <= min(clients) <= max(clients) < SERVER or max(round, OVERHEAD + count * bits // 8) >= 2**32:
+        if not 0 <= min(clients) <= max(clients) < SERVER or max(round, OVERHEAD + _DIGEST + count * bits // 8) >= 2**32:
             raise FedsieveError(f"a header cannot hold these clients, round {round} or {count:,} values")
         self.threshold, self.dtype, self.round = threshold, _dtype(bits), round
         self.session, self.phase = os.urandom(16), -1
@@ -189,7 +189,9 @@ class Server:
             for at in (0, KEY):  # a key that nobody can use would stop everyone later
                 agree(new_key(), bytes(body[at : at + KEY]))
         if self.phase == 2:
-            self._sum += np.frombuffer(body, self.dtype)
+            if body[:_DIGEST] != _participants(self.binding, self.sealed):  # whose pads would not cancel
+                raise MessageError("participants", f"client {client} padded its values for others than those who take part")
+            self._sum += np.frombuffer(body[_DIGEST:], self.dtype)
         self.answers[client] = b"" if self.phase == 2 else bytes(body)
 
     def next(self) -> dict[int, bytes]:
@@ -260,7 +262,7 @@ class Server:
         return (
             2 * KEY,
             _COMMITMENT + (len(self.keys) - 1) * (_SEALED.size - 4),
-            self._sum.nbytes,
+            _DIGEST + self._sum.nbytes,
             len(self.survivors) * SEED + (len(self.sealed) - len(self.survivors)) * KEY,
         )[self.phase]
 
@@ -340,6 +342,11 @@ def _self_pad(seed: bytes, binding: bytes, client: int) -> bytes:
 def _commitment(seed: bytes, binding: bytes, client: int) -> bytes:
     """What shows that a seed was put together rightly, and nothing else of it."""
     return derive(seed, b"commitment", binding, client, client)
+
+
+def _participants(binding: bytes, clients: Collection[int]) -> bytes:
+    """Stands for the clients whose shares were passed on, and so for the pairs that have pads."""
+    return hashlib.sha256(binding + b"".join(map(_SURVIVOR.pack, sorted(clients)))).digest()[:_DIGEST]
 
 
 def _pair_pad(key: bytes, peer_key: bytes, binding: bytes, client: int, peer: int) -> bytes:
