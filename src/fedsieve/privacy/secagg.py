@@ -162,7 +162,10 @@ class Server:
     def __init__(self, clients: Collection[int], threshold: int, bits: int, count: int, round: int = 0) -> None:
         """The sum of `count` values of so many bits over at least `threshold` of the clients, more than half of them."""
         check_threshold(threshold, len(set(clients)))
-        if not 0 <= min(clients) <= max(clients) < SERVER or max(round, OVERHEAD + _DIGEST + count * bits // 8) >= 2**32:
+        if (
+            not 0 <= min(clients) <= max(clients) < SERVER
+            or max(round, OVERHEAD + _DIGEST + count * bits // 8) >= 2**32
+        ):
             raise FedsieveError(f"a header cannot hold these clients, round {round} or {count:,} values")
         self.threshold, self.dtype, self.round = threshold, _dtype(bits), round
         self.session, self.phase = os.urandom(16), -1
@@ -190,7 +193,9 @@ class Server:
                 agree(new_key(), bytes(body[at : at + KEY]))
         if self.phase == 2:
             if body[:_DIGEST] != _participants(self.binding, self.sealed):  # whose pads would not cancel
-                raise MessageError("participants", f"client {client} padded its values for others than those who take part")
+                raise MessageError(
+                    "participants", f"client {client} padded its values for others than those who take part"
+                )
             self._sum += np.frombuffer(body[_DIGEST:], self.dtype)
         self.answers[client] = b"" if self.phase == 2 else bytes(body)
 
