@@ -24,7 +24,8 @@ from fedsieve.data.partitions import client_accuracies
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Executor
 from fedsieve.federation.personal import spread
-from fedsieve.federation.rounds import Context, Federated
+from fedsieve.federation.rounds import Federated
+from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.federated import fit_ridge, populate

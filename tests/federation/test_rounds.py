@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from tests.federation.conftest import SPARSE
 from fedsieve import resume, run
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Sequential
-from fedsieve.federation.rounds import _Tally
+from fedsieve.federation.sums import Update, weighted_mean
 from fedsieve.federation.work import local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.model.weights import digest
@@ -17,7 +18,7 @@ from fedsieve.runner.experiment import load_model
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import prepare
 from fedsieve.train.sieve import squared_gradients
-from fedsieve.wire.ledger import totals
+from fedsieve.wire.ledger import lines, totals
 
 
 def test_fedavg_equals_a_plain_one_written_out(federated, running):
@@ -134,8 +135,16 @@ def test_what_goes_wrong_is_recorded_and_the_round_goes_on(federated, running):
     failures = "federation.failures={unavailable: 0.2, crash: 0.2, corrupt: 0.3, deadline: 1}"
     found = running(federated(failures, "stages.all.rounds=12", "federation.devices=[{delay: 1}]"))
     assert {"unavailable", "crash", "late", "checksum"} <= set(found.state.refused) | {"magic", "length", "version"}
+    found.context.ledger.sync()
+    told = [line for line in lines(found.context.ledger.path) if line.status != "ok"]
     for record in found.records:
         assert record["replies"] + sum(record["refused"].values()) == record["cohort"]
+        # The ledger names each client whose reply did not count, in the round that metrics speak of.
+        reasons = {line.client: line.status for line in told if line.round == record["round"]}
+        assert Counter(reasons.values()) == record["refused"]
+        cohort = found.context.population.cohort("all", record["round"] - 1)
+        assert set(reasons) <= set(cohort.tolist())
+    assert {(line.direction, line.what) for line in told if not line.size} == {("down", "model"), ("up", "update")}
     unreached = found.records[0]["refused"].get("unavailable", 0)
     assert found.records[0]["bytes_down"] > 0 or unreached == 3
 
@@ -167,21 +176,22 @@ def test_holders_and_all():
     k, weights = 11, [3.0, 1.0, 2.0]
     held = [None, torch.tensor([0, 4, 5]), torch.tensor([1, 4, 10])]
     for first in (0, 1):  # whoever holds everything may come first or later
-        tally, order = _Tally(k, torch.zeros(k)), [first, 1 - first, 2]
+        updates, order = [], [first, 1 - first, 2]
         dense, weight = np.zeros((3, k)), np.zeros((3, k))
         for client in order:
             places = np.arange(k) if held[client] is None else held[client].numpy()
             values = rng.normal(size=len(places))
-            tally.count(torch.from_numpy(values), weights[client], held[client])
+            updates.append(Update(client, torch.from_numpy(values), weights[client], held[client]))
             dense[client, places], weight[client, places] = values * weights[client], weights[client]
-        np.testing.assert_allclose(tally.mean(False).numpy(), dense.sum(0) / sum(weights))
-        np.testing.assert_allclose(tally.mean(True).numpy(), dense.sum(0) / weight.sum(0))
+        (by_all, count), (by_holders, _) = (weighted_mean(updates, k, "cpu", by) for by in ("all", "holders"))
+        np.testing.assert_allclose(by_all.numpy(), dense.sum(0) / sum(weights))
+        np.testing.assert_allclose(by_holders.numpy(), dense.sum(0) / weight.sum(0))
+        assert count == 3
 
 
 def test_coordinates_that_nobody_holds_stay():
-    tally = _Tally(4, torch.zeros(4))
-    tally.count(torch.tensor([1.0]), 2.0, torch.tensor([1]))
-    assert tally.mean(True).tolist() == [0, 1, 0, 0]
+    mean, _ = weighted_mean([Update(0, torch.tensor([1.0]), 2.0, torch.tensor([1]))], 4, "cpu")
+    assert mean.tolist() == [0, 1, 0, 0]
 
 
 def test_a_shared_mask_is_that_of_the_union(federated, running):

@@ -55,7 +55,7 @@ def test_a_plan_gives_the_bytes_that_the_run_then_sends(finished):
     assert found["head", ""] == "closed form, one round with all 8 clients"
     assert found["backbone", ""] == "4 rounds x 3 clients x 2 steps of 16 images"
     up, _ = totals(folder / "ledger.csv")["backbone"]
-    messages = {(line.direction, line.what): line.size for line in lines(folder / "ledger.csv") if line.round == 3}
+    messages = {(line.direction, line.what): line.size for line in lines(folder / "ledger.csv") if line.round == 4}
     assert f"{size(up[3])} a round: 3 x {size(messages['up', 'update'])}," in found["backbone", "bytes up"]
     assert f"3 x {size(messages['down', 'model'])}," in found["backbone", "bytes down"]
     sent = summary["bytes_up"] + summary["bytes_down"]

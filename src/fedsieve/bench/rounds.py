@@ -19,7 +19,8 @@ from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
 from fedsieve.federation.executors import Cohort, Sequential, Trained
 from fedsieve.federation.population import make_population
-from fedsieve.federation.rounds import Context, Federated
+from fedsieve.federation.rounds import Federated
+from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
 from fedsieve.model.build import Classifier, build_classifier, trainable_names
 from fedsieve.model.space import ParamSpace
@@ -209,7 +210,7 @@ def _leave_out_training(stage: Federated) -> None:
     """Let clients send random updates instead of training."""
 
     def idle(cohort: Cohort, lr: float) -> Iterator[Trained]:
-        count, k = len(cohort.works), cohort.start.shape[-1]
+        count, k = len(cohort.works), stage._k
         if not updates:
             updates.append(1e-3 * torch.randn(count, k, generator=torch.Generator().manual_seed(0)))
         yield Trained(range(count), updates[0], torch.ones(count, 3, dtype=torch.float64))

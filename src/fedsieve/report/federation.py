@@ -524,7 +524,7 @@ def mask_changes(masks: Mapping[int, Mask]) -> list[Change]:
         old, new = masks[before], masks[number]
         chance = expected_jaccard(old.density, new.density)
         entered, left = (new - old).count, (old - new).count
-        changes.append(Change(number + 1, new.count, entered, left, jaccard(old, new), chance, jaccard(first, new)))
+        changes.append(Change(number, new.count, entered, left, jaccard(old, new), chance, jaccard(first, new)))
     return changes
 
 

@@ -18,7 +18,7 @@ from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.wire.ledger import lines
 
-# Messages by (stage, round from 0, direction, what, bytes), and how many there were.
+# Messages by (stage, round from 1, direction, what, bytes), and how many there were.
 Messages = Counter[tuple[str, int, str, str, int]]
 CLIENT_MASKS = 40  # more are counted, but not kept
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
@@ -174,7 +174,7 @@ def read_run(path: Path) -> RunFolder:
 class StageMasks:
     """The masks of one stage."""
 
-    shared: dict[int, Mask] = field(default_factory=dict)  # by the round, from 0, in which each came into use
+    shared: dict[int, Mask] = field(default_factory=dict)  # by the round, from 1, in which each came into use
     clients: dict[int, Mask] = field(default_factory=dict)  # clients' own; some of them where there are many
     sizes: list[int] = field(default_factory=list)  # active weights of every client's own mask
 
@@ -190,7 +190,7 @@ def read_masks(run: RunFolder, damage: list[str]) -> dict[str, StageMasks]:
     files: dict[str, dict[tuple[str, int], Path]] = {name: {} for name in names}
     for path in sorted((run.path / "masks").glob("*.safetensors")):
         found = re.fullmatch(r"(.+)\.(round|client)-(\d+)", path.stem)
-        stage, kind, number = found.groups() if found and found[1] in names else (path.stem, "round", "0")
+        stage, kind, number = found.groups() if found and found[1] in names else (path.stem, "round", "1")
         files.setdefault(stage, {})[kind, int(number)] = path
     masks: dict[str, StageMasks] = {}
     for stage, own in files.items():
@@ -315,7 +315,9 @@ def _read_ledger(path: Path, problems: list[str]) -> Messages | None:
     if not path.exists():
         return None
     try:
-        return Counter((line.stage, line.round, line.direction, line.what, line.size) for line in lines(path))
+        return Counter(
+            (line.stage, line.round, line.direction, line.what, line.size) for line in lines(path) if line.size
+        )
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} is damaged: {error}")
         return None

@@ -66,7 +66,7 @@ def _masks(run: RunFolder, found: dict[str, StageMasks], damage: list[str]) -> l
         if not own.shared:
             continue
         last = max(own.shared)
-        mask, file = own.shared[last], f"{stage}.round-{last}" if last else stage
+        mask, file = own.shared[last], f"{stage}.round-{last}" if last > 1 else stage
         told = run.summary.stages.get(stage, StageSummary()).mask_id if run.summary else None
         if told and not mask.id.startswith(told):
             damage.append(

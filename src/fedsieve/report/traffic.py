@@ -137,20 +137,21 @@ def _from_ledger(
     size: int | None,
     masks: StageMasks | None,
 ) -> Traffic:
-    rounds = 1 + max(number for number, *_ in messages)
+    rounds = max(number for number, *_ in messages)
     sums = {way: np.zeros(rounds, dtype=np.int64) for way in ("up", "down")}
     sent = {way: np.zeros(rounds, dtype=np.int64) for way in ("up", "down")}
     limits = {way: np.zeros(rounds) for way in ("up", "down")}
     kinds: dict[tuple[str, str], Kind] = {}
     reader = _Reader(run, stage, size, masks) if masks is not None else None
     for (number, way, what, length), count in sorted(messages.items()):
-        sums[way][number] += count * length
-        sent[way][number] += count * (what in EXCHANGES[way])
+        place = number - 1
+        sums[way][place] += count * length
+        sent[way][place] += count * (what in EXCHANGES[way])
         if what == "statistics":  # where FedAvg trains a head, it sends it to these clients too
-            sent["down"][number] += count
+            sent["down"][place] += count
         weights, limit = reader.read(number, way, what, length) if reader else (None, None)
         if what in OF_WEIGHTS[way]:
-            limits[way][number] += np.nan if limit is None else count * limit
+            limits[way][place] += np.nan if limit is None else count * limit
         old = kinds.get((way, what), Kind(way, what, 0, 0, 0, 0.0))
         kinds[way, what] = Kind(
             way,
@@ -216,8 +217,6 @@ class _Reader:
             return None, None
         coding, known = (self.up, self._trained(number)) if way == "up" else (self.down, self._moved(number))
         k = self._count(length, coding, known, enclosing=self.own and way == "up")
-        if what == "control" and not self.own:
-            k = known[-1] if known else k  # it may travel without a header
         if k is None:
             return None, None
         if not self.sparse and self.size is None:

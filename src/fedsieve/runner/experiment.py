@@ -25,7 +25,7 @@ from torch import Tensor
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.rounds import Context, ServerState
+from fedsieve.federation.state import Context, ServerState
 from fedsieve.files import write_atomic, write_json
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, build_classifier

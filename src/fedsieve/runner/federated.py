@@ -14,10 +14,12 @@ from fedsieve.config import Experiment, Stage
 from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
 from fedsieve.federation.population import Population, make_population
 from fedsieve.federation.ridge import federated_ridge
-from fedsieve.federation.rounds import Context, Federated, ServerState
+from fedsieve.federation.rounds import Federated
+from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
@@ -27,7 +29,7 @@ from fedsieve.runner.setup import Setup, feature_feeds
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.sieve import reached_sparsity
-from fedsieve.wire.ledger import Direction, Ledger
+from fedsieve.wire.ledger import Ledger
 
 Watch = Callable[[], dict[str, float]]
 CLIENTS = "clients.npz"
@@ -116,7 +118,7 @@ def fit_ridge(
 
     def solved() -> Iterator[Tick]:
         clock = time.perf_counter()
-        before = dict(context.ledger.total) if context else {}
+        sent = dict(context.ledger.total) if context else {}
         train, validation = feature_feeds(setup)
         assert train.features is not None
         clients = [(0, np.arange(len(train)))]
@@ -125,14 +127,13 @@ def fit_ridge(
             numbers = people.trainer(np.arange(people.trainers)).tolist()
             clients = [(client, people.examples(client)) for client in numbers]
 
-        def count(client: int, direction: str, what: str, size: int) -> None:
-            if context:
-                way: Direction = "up" if direction == "up" else "down"
-                context.ledger.add(stage.name, 0, client, way, what, size)
-
+        channel = Channel(context.ledger if context else None, setup.experiment.seed, stage.name, train.labels.device)
+        if context and (before := context.changed_weights(but=space)) is not None:
+            mask, values = before  # features are those of the backbone as it is now
+            channel.down("context", [client for client, _ in clients], 0, mask, values.float(), EXACT, enclose=True)
         held = None if validation.features is None else (validation.features, validation.labels)
         weight, bias, chosen = federated_ridge(
-            stage.ridge, train.features, train.labels, len(setup.class_names), clients, held, count
+            stage.ridge, train.features, train.labels, len(setup.class_names), clients, held, channel
         )
         parts = {"head.weight": weight, "head.bias": bias}
         theta = space.flatten({name: parts[name].to(state.theta.dtype) for name in space.names})
@@ -142,7 +143,7 @@ def fit_ridge(
         record |= measure(predict(setup.model.head, train, setup.autocast), train.labels, "train")
         record |= chosen
         if context:
-            record |= {f"bytes_{way}": context.ledger.total[way] - before[way] for way in ("up", "down")}
+            record |= {f"bytes_{way}": context.ledger.total[way] - sent[way] for way in ("up", "down")}
             record |= {"cohort": len(clients), "replies": len(clients), "refused": {}}
         record |= setup.validate(setup.model.head, validation) | watch()
         state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}

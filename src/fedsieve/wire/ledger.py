@@ -14,10 +14,10 @@ Direction = Literal["up", "down"]
 
 
 class Line(NamedTuple):
-    """One message: `size` in bytes, `status` "ok" or the reason why it was refused."""
+    """One message: `size` in bytes, `status` "ok" or the reason why it was refused; 0 bytes where none was sent."""
 
     stage: str
-    round: int  # from 0
+    round: int  # from 1
     client: int
     direction: Direction
     what: str
@@ -67,15 +67,15 @@ class Ledger:
 
 
 def totals(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The bytes up and down of each stage, int64 arrays over its rounds from 0; a last line that was cut is left out."""
+    """The bytes up and down of each stage, int64 arrays over its rounds from 1; a last line that was cut is left out."""
     sums: dict[str, dict[str, dict[int, int]]] = {}
     for line in lines(path):
         by_round = sums.setdefault(line.stage, {"up": {}, "down": {}})[line.direction]
         by_round[line.round] = by_round.get(line.round, 0) + line.size
     result = {}
     for stage, both in sums.items():
-        rounds = 1 + max(max(by_round, default=0) for by_round in both.values())
-        up, down = (np.array([both[way].get(number, 0) for number in range(rounds)], dtype=np.int64) for way in both)
+        rounds = range(1, 1 + max(max(by_round, default=0) for by_round in both.values()))
+        up, down = (np.array([both[way].get(number, 0) for number in rounds], dtype=np.int64) for way in both)
         result[stage] = (up, down)
     return result
 
