@@ -26,8 +26,10 @@ from fedsieve.privacy.secagg import (
     Server,
     _pair_pad,
     _self_pad,
+    bytes_of,
     check_threshold,
     secure_sum,
+    threshold_of,
 )
 from fedsieve.wire.bits import MessageError
 
@@ -147,6 +149,28 @@ def test_every_sum_is_exact_where_three_of_ten_are_lost_at_any_phase_in_every_ro
         assert (total == np.sum([inputs[client] for client in survivors], axis=0, dtype=np.uint16)).all()
 
 
+def test_whose_answer_is_refused_is_out_and_the_traffic_says_why():
+    inputs = inputs_of(range(7))
+
+    def deliver(client: int, phase: int, answer: bytes) -> bytes:
+        if (client, phase) == (0, PAD):
+            raise MessageError("late", "after the deadline")
+        return answer[:-1] if (client, phase) in ((1, SHARE), (2, REVEAL)) else answer
+
+    survivors, total, traffic = secure_sum(inputs, 4, deliver=deliver)
+    assert survivors == [2, 3, 4, 5, 6]
+    assert (total == np.sum([inputs[client] for client in survivors], axis=0, dtype=np.uint16)).all()
+    refused = {(sent.client, sent.phase): sent.status for sent in traffic if sent.status != "ok"}
+    assert refused == {(0, "pad"): "late", (1, "share"): "truncated", (2, "reveal"): "truncated"}
+
+
+@given(st.integers(3, 400), st.integers(51, 100))
+def test_a_share_is_always_a_threshold(clients, percent):
+    threshold = threshold_of(percent / 100, clients)
+    check_threshold(threshold, clients)
+    assert percent * clients <= 100 * threshold < percent * clients + 200
+
+
 def test_long_vectors_wrap_and_pads_cancel_across_chunks():
     inputs = {client: np.full(300_001, 2**16 - 1, np.uint16) for client in range(3)}
     survivors, total, _ = secure_sum(inputs, 2, {1: PAD})
@@ -158,7 +182,7 @@ def test_the_traffic_is_every_message():
     play.until(4, {0: SHARE, 1: PAD})
     result = secure_sum(play.inputs, 4, {0: SHARE, 1: PAD})
     expected = [
-        (client, way, PHASES[phase], len(message))
+        (client, way, PHASES[phase], len(message), "ok")
         for phase in range(4)
         for way, sent in (("down", play.down), ("up", play.up))
         for client, message in sent[phase].items()
@@ -176,6 +200,14 @@ def test_an_upload_is_its_values_and_a_few_keys_for_each_peer(bits, clients, dro
     for client in range(clients):
         up = sum(sent.size for sent in result.traffic if sent[:2] == (client, "up"))
         assert up <= count * bits // 8 + 4 * OVERHEAD + 120 * clients
+
+
+@given(st.integers(3, 8), st.integers(0, 50), st.sampled_from([16, 32, 64]))
+@settings(max_examples=10)
+def test_what_a_sum_costs_is_known_before(clients, count, bits):
+    traffic = secure_sum(inputs_of(range(clients), bits, count), clients).traffic
+    sent = {way: sum(one.size for one in traffic if one[:2] == (0, way)) for way in ("up", "down")}
+    assert (sent["up"], sent["down"]) == bytes_of(clients, count * bits // 8)
 
 
 def test_clients_can_be_stored_between_messages():

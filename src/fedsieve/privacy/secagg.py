@@ -13,9 +13,10 @@ Whose key was revealed has its self-pad, whose self-pad was revealed has its key
 """
 
 import hashlib
+import math
 import os
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -276,12 +277,13 @@ class Server:
 
 
 class Sent(NamedTuple):
-    """A message of a secure sum, as long as it was on the wire."""
+    """A message of a secure sum, as long as it was on the wire; `status` is "ok", or why it was refused."""
 
     client: int
     direction: Direction
     phase: str
     size: int
+    status: str = "ok"
 
 
 class SecureSum(NamedTuple):
@@ -293,12 +295,17 @@ class SecureSum(NamedTuple):
 
 
 def secure_sum(
-    inputs: Mapping[int, np.ndarray], threshold: int, drops: Mapping[int, int] | None = None, round: int = 0
+    inputs: Mapping[int, np.ndarray],
+    threshold: int,
+    drops: Mapping[int, int] | None = None,
+    round: int = 0,
+    deliver: Callable[[int, int, bytes], bytes] = lambda client, phase, answer: answer,
 ) -> SecureSum:
     """The sum of the clients' unsigned vectors, with all parties in this process and every message as bytes.
 
-    A client in `drops` vanishes before its answer of that phase, 0 to 3; from 3 on its values are in the sum. With fewer
-    than `threshold` left the sum is `Aborted`.
+    A client in `drops` vanishes before its answer of that phase, 0 to 3; from 3 on its values are in the sum. `deliver`
+    takes a client's answer in a phase and gives what arrives of it, or refuses it itself (`MessageError`); whose answer
+    is refused is out. With fewer than `threshold` left the sum is `Aborted`.
     """
     drops, traffic = drops or {}, list[Sent]()
     first = next(iter(inputs.values()))
@@ -310,14 +317,29 @@ def secure_sum(
             for client, message in messages.items():
                 traffic.append(Sent(client, "down", PHASES[phase], len(message)))
                 if drops.get(client, len(PHASES)) > phase:
-                    answer = clients[client].reply(message)
-                    traffic.append(Sent(client, "up", PHASES[phase], len(answer)))
-                    server.receive(client, answer)
+                    answer, status = clients[client].reply(message), "ok"
+                    try:
+                        server.receive(client, deliver(client, phase, answer))
+                    except MessageError as error:
+                        status = error.reason
+                    traffic.append(Sent(client, "up", PHASES[phase], len(answer), status))
     except Aborted as aborted:
         aborted.traffic = traffic
         raise
     assert server.total is not None
     return SecureSum(server.survivors, server.total, traffic)
+
+
+def bytes_of(clients: int, values: int) -> tuple[int, int]:
+    """Bytes up and down of one client in a sum of so many, all of whom stay, with `values` bytes of values."""
+    up = 4 * OVERHEAD + 2 * KEY + _COMMITMENT + (clients - 1) * (_SEALED.size - 4) + _DIGEST + values + clients * SEED
+    down = 4 * OVERHEAD + _TERMS.size + clients * _KEYS.size + (clients - 1) * _SEALED.size + clients * _SURVIVOR.size
+    return up, down
+
+
+def threshold_of(share: float, clients: int) -> int:
+    """How many of so many clients must stay: a share of them, rounded up, and always a majority."""
+    return max(2, clients // 2 + 1, math.ceil(share * clients - 1e-9))
 
 
 def check_threshold(threshold: int, clients: int) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.data.sources import load_column
 from fedsieve.federation.ridge import SCALES, statistics_space
+from fedsieve.federation.secure import EXPONENTS, MOST
 from fedsieve.mask.calibration import RULES, densities
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.secagg import bytes_of
 from fedsieve.wire.bits import entropy
 from fedsieve.wire.codec import OVERHEAD, Coding, dense_bytes
 
@@ -84,15 +86,22 @@ def estimate(
     kept = up.kept(max(1, round(share * k)))
     positions = entropy([kept], [round(share * k)]) / 8 if up.top_k else 0.0
     both = 2 if settings.correction.kind == "scaffold" else 1
-    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks) if sieve else (0.0, 0.0)
+    secure = experiment.privacy.aggregation == "secagg"
+    tensors = len(space.names) if secure else 0
+    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks, tensors) if sieve else (0.0, 0.0)
     extra_down += people.met(rounds) * 4 * before
     if settings.client_validation:
         extra_up += people.cohort * math.ceil(rounds / settings.evaluate_every) * (OVERHEAD + 16)
     if settings.blend:
         extra_up, extra_down = extra_up + people.trainers * (OVERHEAD + 4 * k), extra_down + people.trainers * 4 * k
+    message_up = both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept))
+    message_down = both * (OVERHEAD + down.size(moved) + _indices(down, space, moved))
+    if secure:
+        message_up, protocol = bytes_of(people.cohort, kept * experiment.privacy.bits // 8)
+        message_down += protocol
     return Estimate(
-        message_up=both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
-        message_down=both * (OVERHEAD + down.size(moved) + _indices(down, space, moved)),
+        message_up=message_up,
+        message_down=message_down,
         values_up=both * kept,
         values_down=both * moved,
         at_most=own or masks > 1,
@@ -111,10 +120,17 @@ def _indices(coding: Coding, space: ParamSpace, k: int) -> float:
     return 8 * k * places / max(space.size, 1)
 
 
+def secure_bytes(clients: int, values: int, tensors: int) -> tuple[float, float]:
+    """Bytes up and down of one client in a secure sum of scores or statistics, and in that of their scales before it."""
+    group = clients / -(-clients // MOST)
+    scale, sums = bytes_of(round(group), 2 * len(EXPONENTS) * (tensors + 1)), bytes_of(round(group), 8 * (values + 1))
+    return scale[0] + sums[0], scale[1] + sums[1]
+
+
 def _masks(
-    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int
+    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int, tensors: int
 ) -> tuple[float, float]:
-    """Bytes up and down that making masks and sending them takes."""
+    """Bytes up and down that making masks and sending them takes; of secure sums where `tensors` are given."""
     size = OVERHEAD + entropy([k], [taking]) / 8
     if sieve.scope == "client":
         # Each client's mask goes up once; the union goes down again whenever it has grown, and costs most when half full.
@@ -128,6 +144,9 @@ def _masks(
     active = [taking, *(round(share * taking) for share in shares)]
     scores = sum(OVERHEAD + 4 * count for count in active)
     steps = sum(OVERHEAD + entropy([new], [old]) / 8 for old, new in pairwise(active))
+    if tensors:
+        both = [secure_bytes(scoring, count, tensors) for count in active]
+        scores, steps = sum(up for up, _ in both), steps + sum(down for _, down in both)
     return masks * scoring * scores, masks * (travels + scoring * steps)
 
 
@@ -136,9 +155,14 @@ def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: Peop
     classes, width = space.shapes[space.names.index("head.weight")]
     size = statistics_space(width, classes).size
     asks = stage.ridge.temperature is None and experiment.data.val_fraction == 0
+    up, down = OVERHEAD + 8.0 * size + (8 * len(SCALES) if asks else 0), dense_bytes(space) if asks else 0.0
+    if experiment.privacy.aggregation == "secagg":
+        sums = np.array([secure_bytes(people.trainers, size, 2), secure_bytes(people.trainers, len(SCALES), 1)])
+        up, protocol = sums[: 1 + asks].sum(0).tolist()
+        down += protocol
     return Estimate(
-        message_up=OVERHEAD + 8 * size + (8 * len(SCALES) if asks else 0),
-        message_down=dense_bytes(space) if asks else 0,
+        message_up=up,
+        message_down=down,
         values_up=size,
         values_down=space.size if asks else 0,
         at_most=False,

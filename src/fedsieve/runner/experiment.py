@@ -38,6 +38,7 @@ from fedsieve.runner.environment import choose_device, describe_environment, dev
 from fedsieve.runner.federated import (
     CLIENTS,
     client_summary,
+    describe_privacy,
     describe_rounds,
     fit_ridge,
     fit_rounds,
@@ -150,6 +151,7 @@ class _Run:
         self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
         self.ledger_bytes = 0  # the ledger's length,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
+        self.given: dict[str, Any] = {}  # under differential privacy, what was given out
         self.context: Context | None = None  # of a federation
 
     def go(self) -> dict[str, Any]:
@@ -174,7 +176,15 @@ class _Run:
         if self.experiment.federation is not None:
             versions = self.memories[-1] if self.memories else {}
             self.context = make_context(
-                self.experiment, self.setup, self.initial, self.folder, self.ledger_bytes, versions, self.display.say
+                self.experiment,
+                self.setup,
+                self.initial,
+                self.folder,
+                self.ledger_bytes,
+                versions,
+                self.display.say,
+                self.marks["config.yaml"],
+                self.given,
             )
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
             # What was written after the checkpoint will be written again, the same.
@@ -329,7 +339,9 @@ class _Run:
             self.ledger_bytes = self.context.ledger.offset
             versions = self.context.store.write(self.ticks)
             self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
+            self.given = self.context.account.numbers() if self.context.account else {}
         numbers = {
+            "given": self.given,
             "ledger_bytes": self.ledger_bytes,
             "memories": self.memories,
             "ticks": self.ticks,
@@ -359,7 +371,7 @@ class _Run:
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
-        self.mask_id = numbers["mask_id"]
+        self.mask_id, self.given = numbers["mask_id"], numbers["given"]
         self.ledger_bytes, self.memories = numbers["ledger_bytes"], numbers["memories"]
         device = self.setup.device
         self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]
@@ -433,6 +445,7 @@ class _Run:
             "mask_id": last.get("mask_id"),
             "drift": last["drift"],
             "refused": refused,
+            "privacy": describe_privacy(self.context),
             "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
             **personal,
         }

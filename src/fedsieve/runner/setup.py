@@ -17,6 +17,7 @@ from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.personal import norm_names
+from fedsieve.federation.sums import check_numbers
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.adapters import check_reached
@@ -25,6 +26,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier, weights_file
 from fedsieve.randomness import generator
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
+from fedsieve.runner.estimate import People
 from fedsieve.runner.progress import Display
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
@@ -53,6 +55,14 @@ def preflight(experiment: Experiment) -> torch.device:
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)
+    if experiment.federation:
+        people = People.of(experiment)
+        check_numbers(experiment, people.cohort, people.trainers)
+    if experiment.privacy.dp and device.type == "cuda" and not experiment.deterministic:
+        raise FedsieveError(
+            "privacy.dp: a run that is resumed must repeat its rounds bit for bit, since it repeats their noise. On a GPU that "
+            "takes deterministic: true"
+        )
     return device
 
 
