@@ -10,6 +10,7 @@ from tests.federation.conftest import SPARSE
 from fedsieve import resume, run
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Sequential
+from fedsieve.federation.rounds import Federated
 from fedsieve.federation.sums import Update, weighted_mean
 from fedsieve.federation.work import local_work
 from fedsieve.mask.mask import Mask
@@ -257,6 +258,7 @@ RESUMED = {
     "client": [*SPARSE, "mask.scope=client", "federation.server.optimizer=adam", "federation.server.lr=0.01"],
     "refreshed": [*SCOPES["refreshed"], "federation.server.optimizer=momentum"],
     "tiers": SCOPES["tiers"],
+    "measured": [*SPARSE, "federation.client_validation=0.2", "federation.evaluate_every=2"],
 }
 
 
@@ -312,6 +314,39 @@ def test_the_summary_says_what_a_federation_did(federated, tmp_path):
     spread = summary["client_accuracy"]
     assert spread["clients"] == 6 and spread["strangers"]["clients"] == 2
     assert spread["worst"] <= spread["worst_decile"] <= spread["mean"]
+
+
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_the_summary_tells_of_the_chosen_rounds_mask(federated, tmp_path, monkeypatch, chosen):
+    """Every round has a new mask of another sparsity, and one of them is made to look the best."""
+    validate = Federated._choose
+    monkeypatch.setattr(
+        Federated, "_choose", lambda self, record, last: validate(self, record | good(self.state.round), last)
+    )
+
+    def good(number):
+        return {"val_accuracy": 1.0 if number == chosen else 0.5}
+
+    summary = run(federated(*SCOPES["refreshed"], "stages.all.rounds=4"), tmp_path / "run")
+    files = {1: "all", 3: "all.round-3"}
+    mask = Mask.load(tmp_path / "run" / "masks" / f"{files[chosen]}.safetensors")
+    assert summary["mask_id"] == mask.id == summary["stages"]["all"]["mask_id"]
+    assert summary["sparsity"] == pytest.approx({1: 0.5, 3: 0.7}[chosen])
+    assert summary["stages"]["all"]["active"] == mask.count
+    assert summary["stages"]["all"]["reached_sparsity"] == pytest.approx(summary["sparsity"], abs=0.01)
+
+
+def test_a_head_in_closed_form_at_the_end_leaves_no_gaps_in_the_summary(federated, tmp_path):
+    ridge = "stages=[{name: all, train: backbone, sparse: true, rounds: 2}, {name: head, train: head, method: ridge}]"
+    summary = run(federated("mask={rule: high_magnitude, sparsity: 0.8}", ridge), tmp_path / "run")
+    assert not [key for key, value in summary.items() if value is None]
+    for key in ("sparsity", "mask_id", "drift"):
+        assert summary[key] == summary["stages"]["all"][key]
+
+
+def test_masks_of_clients_own_take_time_too(federated, tmp_path):
+    summary = run(federated(*SCOPES["client"], "stages.all.rounds=1"), tmp_path / "run")
+    assert summary["stages"]["all"]["calibration_seconds"] > 0
 
 
 def test_a_client_that_goes_astray_is_refused_and_the_round_goes_on(federated, running, monkeypatch):

@@ -5,7 +5,9 @@ import pytest
 from fedsieve import run
 from fedsieve.cli import _show_summary
 from fedsieve.config import parse_config
+from fedsieve.report.folder import read_run
 from fedsieve.report.html import size
+from fedsieve.report.traffic import of_dense, read_traffic
 from fedsieve.runner.plan import plan
 from fedsieve.wire.ledger import lines, totals
 
@@ -91,3 +93,41 @@ def test_the_summary_of_a_federated_run_is_in_rounds_and_bytes(finished, capsys)
     assert "% of dense fp32 FedAvg" in told and "refused: 2 crash, 1 late" in told
     assert f"worst decile {100 * summary['client_accuracy']['worst_decile']:.2f} %, last drift" in told
     assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["federation.client_validation=0.2"],
+        ["federation.blend=true"],
+        ["federation.correction.kind=scaffold"],
+        ["data.val_fraction=0", "mask.fisher.samples=16"],
+        [
+            "stages=[{name: backbone, train: backbone, sparse: true, rounds: 4, local: {steps: 1}, batch_size: 16}, "
+            "{name: head, train: head, method: ridge}, "
+            "{name: more, train: backbone, rounds: 2, local: {steps: 1}, batch_size: 16}]"
+        ],
+    ],
+)
+def test_a_plan_counts_whatever_a_run_sends(tmp_path, overrides):
+    summary = run(parse_config(CONFIG, overrides), tmp_path / "run")
+    sent = summary["bytes_up"] + summary["bytes_down"]
+    assert amount(planned(*overrides)["", "bytes in all"]) == pytest.approx(sent, rel=0.1)
+
+
+def test_what_stands_in_for_the_backbone_is_beside_the_backbone(tmp_path):
+    """A few weights of adapters are a small share of dense, whatever masks and newcomers cost beside them."""
+    overrides = [
+        "model.adapter={width: 2}",
+        "mask=null",
+        "stages.backbone.sparse=false",
+        "stages.backbone.train=adapter",
+    ]
+    summary = run(parse_config(CONFIG, overrides), tmp_path / "run")
+    stage = summary["stages"]["backbone"]
+    assert stage["trained"] == 2 * (32 * 2 + 2 + 2 * 32 + 32)
+    assert stage["dense"] == summary["parameters"] - stage["trained"] - summary["stages"]["head"]["trained"] > 20_000
+    (_, traffic) = read_traffic(read_run(tmp_path / "run"))
+    assert traffic.dense == 4 * stage["dense"]
+    told = float(re.search(r"([\d.]+) % of dense", planned(*overrides)["", "bytes in all"])[1])
+    assert told == pytest.approx(100 * of_dense(read_traffic(read_run(tmp_path / "run"))), rel=0.1)

@@ -362,13 +362,21 @@ class Federated:
         state = self.state
         by = "val_accuracy" if len(self.context.validation) else "client_val_accuracy"
         if by in record and (state.best is None or record[by] > state.chosen[by]):
-            state.best, state.best_at = state.theta.clone(), state.round
+            state.best = state.theta.clone()
+            self._note_choice()
             state.chosen = {key: value for key, value in record.items() if key.startswith(("val_", "client_val_"))}
         patience = self.stage.early_stopping
         waited = state.round - (state.best_at or 0)
         state.done = last or (patience is not None and by in record and waited >= patience)
         if state.done and state.best is None:
-            state.best_at = state.round
+            self._note_choice()
+
+    def _note_choice(self) -> None:
+        """What there is to know of the chosen round beside its weights."""
+        state = self.state
+        state.best_at, state.best_generation = state.round, state.generation
+        bits = state.moved if self.own_masks else state.mask
+        state.best_mask = None if bits is None else bits.clone()
 
     # --- evaluation on clients ---------------------------------------------------------------------------------------
 
@@ -476,7 +484,9 @@ class Federated:
         name = f"{self.stage.name}.mask"
         if name not in memory:
             assert self.sieve is not None
+            clock = time.perf_counter()
             mask = client_mask(self.context, self.sieve, self.space, client, self.stage.name)
+            self.state.calibration_seconds += time.perf_counter() - clock
             memory = {name: torch.from_numpy(mask.bits.copy())}
             self.context.store.put(client, self.state.round, **memory)
             self.context.keep_mask(f"client-{client}", mask)

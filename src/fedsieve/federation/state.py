@@ -18,7 +18,7 @@ from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.replay import Speed
 from fedsieve.wire.ledger import Ledger
 
-TENSORS = ("theta", "server", "best", "mask", "moved", "ranks", "control")
+TENSORS = ("theta", "server", "best", "best_mask", "mask", "moved", "ranks", "control")
 
 
 @dataclass
@@ -28,6 +28,7 @@ class ServerState:
     theta: Tensor  # the server's weights
     server: dict[str, Tensor] = field(default_factory=dict)  # the server optimizer's buffers
     best: Tensor | None = None  # the chosen round's weights; None until a round was validated
+    best_mask: Tensor | None = None  # and the bits of what trained in it
     mask: Tensor | None = None  # the bits of the shared mask,
     moved: Tensor | None = None  # and of all weights that may differ from the stage's start
     ranks: Tensor | None = None  # the last scores of the shared mask's weights: smaller devices train the first of them
@@ -41,6 +42,7 @@ class ServerState:
     refused: dict[str, int] = field(default_factory=dict)  # replies that did not count, by reason
     drift: float | None = None  # of the last round
     best_at: int | None = None
+    best_generation: int = 0
     chosen: dict[str, float] = field(default_factory=dict)
     calibration_seconds: float = 0.0
     seconds: float = 0.0
@@ -78,7 +80,10 @@ class ServerState:
     @classmethod
     def restore(cls, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> "ServerState":
         """The state that gave these `numbers()` and `tensors()`."""
-        moved = {name: tensor if name in ("mask", "moved") else tensor.to(device) for name, tensor in tensors.items()}
+        moved = {
+            name: tensor if name in ("best_mask", "mask", "moved") else tensor.to(device)
+            for name, tensor in tensors.items()
+        }
         server = {name.removeprefix("server."): t for name, t in moved.items() if name.startswith("server.")}
         own: dict[str, Any] = {name: t for name, t in moved.items() if not name.startswith("server.")}
         return cls(**own, server=server, **numbers)

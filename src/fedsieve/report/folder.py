@@ -45,6 +45,7 @@ class StageSummary(Scores):
     best_at: int | None = None  # the chosen epoch or round of the stage, counted from 1
     epochs: int | None = None
     client_val_accuracy: float | None = None  # on images that clients hold back
+    dense: int | None = None  # weights that dense training would send: of the backbone, where LoRA or adapters train
     # Of a sparse stage's mask:
     sparsity: float | None = None  # of the maskable weights, as asked,
     reached_sparsity: float | None = None  # and as whole groups allowed

@@ -40,7 +40,7 @@ class Traffic:
     rounds: np.ndarray  # (R,) numbers of the rounds, from 1
     up: np.ndarray  # (R,) bytes
     down: np.ndarray
-    dense: float | None  # bytes of all the stage's weights in fp32
+    dense: float | None  # bytes of all weights in fp32: the stage's, or the backbone's where LoRA or adapters train
     sent_up: np.ndarray  # (R,) messages that dense FedAvg would send as well
     sent_down: np.ndarray
     limit_up: np.ndarray  # (R,) bytes that updates could not do without; NaN where it cannot be told
@@ -130,6 +130,14 @@ def _stage_size(run: RunFolder, stage: Stage, masks: StageMasks) -> int | None:
     return told.trained if told else None
 
 
+def _dense(run: RunFolder, stage: Stage, size: int | None) -> float | None:
+    """What dense FedAvg would send of a stage, in fp32."""
+    told = run.summary.stages.get(stage.name) if run.summary else None
+    if told and told.dense is not None:
+        return 4.0 * told.dense
+    return None if size is None or {"lora", "adapter"} & {str(part) for part in stage.parts} else 4.0 * size
+
+
 def _from_ledger(
     run: RunFolder,
     stage: Stage,
@@ -161,13 +169,13 @@ def _from_ledger(
             None if weights is None or old.weights is None else old.weights + count * weights,
             None if limit is None or old.limit is None else old.limit + count * limit,
         )
-    dense = reader.size if reader and size is None else size
+    size = reader.size if reader and size is None else size
     return Traffic(
         stage=stage.name,
         rounds=np.arange(1, rounds + 1),
         up=sums["up"],
         down=sums["down"],
-        dense=None if dense is None else 4.0 * dense,
+        dense=_dense(run, stage, size),
         sent_up=sent["up"],
         sent_down=sent["down"],
         limit_up=np.where(limits["up"] > 0, limits["up"], np.nan),
@@ -188,7 +196,7 @@ def _from_records(run: RunFolder, stage: Stage, size: int | None) -> Traffic:
         rounds=numbers("round"),
         up=numbers("bytes_up"),
         down=numbers("bytes_down"),
-        dense=None if size is None else 4.0 * size,
+        dense=_dense(run, stage, size),
         sent_up=numbers("replies"),
         sent_down=numbers("cohort"),
         limit_up=np.full(len(rows), np.nan),

@@ -44,6 +44,7 @@ from fedsieve.runner.federated import (
     fit_rounds,
     make_context,
     personal_summary,
+    write_clients,
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
@@ -146,10 +147,11 @@ class _Run:
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
         self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
-        self.chosen: list[Tensor] = []  # and its chosen weights
+        self.chosen: list[Tensor] = []  # its chosen weights,
+        self.masks: list[Tensor] = []  # and, of a federation, the bits of the mask they were trained with, if any
         self.state: StageState | ServerState | None = None  # of the stage under way,
         self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
-        self.ledger_bytes = 0  # the ledger's length,
+        self.ledger_bytes, self.ledger_digest = 0, ""  # the ledger's length and digest,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
         self.given: dict[str, Any] = {}  # under differential privacy, what was given out
         self.context: Context | None = None  # of a federation
@@ -174,18 +176,20 @@ class _Run:
             saved = None
         metrics_bytes = self._restore(*saved) if saved else 0
         if self.experiment.federation is not None:
-            versions = self.memories[-1] if self.memories else {}
             self.context = make_context(
                 self.experiment,
                 self.setup,
                 self.initial,
                 self.folder,
-                self.ledger_bytes,
-                versions,
                 self.display.say,
+                self.ledger_bytes,
+                self.ledger_digest,
+                self.memories[-1] if self.memories else None,
                 self.marks["config.yaml"],
                 self.given,
             )
+            if not (self.folder / CLIENTS).exists():
+                write_clients(self.context.population, None, self.folder / CLIENTS)
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
             # What was written after the checkpoint will be written again, the same.
             self.metrics.truncate(metrics_bytes)
@@ -205,10 +209,7 @@ class _Run:
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:
-        """The file that no longer begins with the lines that a checkpoint counts on; None where all do."""
-        ledger = self.folder / "ledger.csv"
-        if numbers["ledger_bytes"] and not (ledger.exists() and ledger.stat().st_size >= numbers["ledger_bytes"]):
-            return ledger.name
+        """metrics.jsonl, where it no longer begins with the lines that a checkpoint counts on; None where it does."""
         try:
             content = (self.folder / "metrics.jsonl").read_bytes()[: numbers["metrics_bytes"]]
             lines = [json.loads(line) for line in content.splitlines()]
@@ -250,6 +251,8 @@ class _Run:
             self.signals.under_way = False
             self.setup.release()
             self.chosen.append(space.read(self.setup.model))
+            bits = self.state.best_mask if isinstance(self.state, ServerState) else None
+            self.masks.append(torch.empty(0, dtype=torch.uint8) if bits is None else bits)
             self.finished.append(
                 {
                     "name": stage.name,
@@ -336,13 +339,14 @@ class _Run:
         self.seconds, self.clock = self.seconds + now - self.clock, now
         if self.context:
             self.context.ledger.sync()
-            self.ledger_bytes = self.context.ledger.offset
+            self.ledger_bytes, self.ledger_digest = self.context.ledger.offset, self.context.ledger.digest
             versions = self.context.store.write(self.ticks)
             self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
             self.given = self.context.account.numbers() if self.context.account else {}
         numbers = {
             "given": self.given,
             "ledger_bytes": self.ledger_bytes,
+            "ledger_digest": self.ledger_digest,
             "memories": self.memories,
             "ticks": self.ticks,
             "records": self.records,
@@ -355,6 +359,7 @@ class _Run:
             "state": self.state.numbers() if self.state else None,
         }
         tensors = {f"chosen.{number}": tensor for number, tensor in enumerate(self.chosen)}
+        tensors |= {f"mask.{number}": bits for number, bits in enumerate(self.masks)}
         if self.state:
             tensors |= {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         save_checkpoint(self.folder / "checkpoints", self.ticks, numbers, tensors, self.experiment.checkpoint.keep)
@@ -372,9 +377,11 @@ class _Run:
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
         self.mask_id, self.given = numbers["mask_id"], numbers["given"]
-        self.ledger_bytes, self.memories = numbers["ledger_bytes"], numbers["memories"]
+        self.ledger_bytes, self.ledger_digest = numbers["ledger_bytes"], numbers["ledger_digest"]
+        self.memories = numbers["memories"]
         device = self.setup.device
         self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]
+        self.masks = [tensors[f"mask.{number}"] for number in range(len(self.finished))]
         for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
             self.setup.space(stage).write(self.setup.model, theta)
         if numbers["state"]:
@@ -424,10 +431,13 @@ class _Run:
         return summary
 
     def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
-        """The whole run in a federation's terms: the last stage's mask and drift, all stages' rounds and bytes."""
+        """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
-        last = stages[self.experiment.stages[-1].name]
+
+        def newest(key: str) -> Any:  # a head in closed form has neither mask nor drift
+            return next((stage[key] for stage in reversed(stages.values()) if stage.get(key) is not None), None)
+
         refused: dict[str, int] = {}
         for stage in stages.values():
             for reason, count in stage["refused"].items():
@@ -436,14 +446,17 @@ class _Run:
         labels = test.labels.cpu().numpy()
         personal = {}
         if self.context.population.settings.personal:
-            personal = {"personal": personal_summary(self.context, last, correct, test, self.folder)}
+            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
+            shared = sieve is not None and sieve.scope != "client"
+            mask = Mask(space, self.masks[-1].numpy()) if shared else None
+            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
             "bytes_down": self.context.ledger.total["down"],
-            "sparsity": last.get("sparsity"),
-            "mask_id": last.get("mask_id"),
-            "drift": last["drift"],
+            "sparsity": newest("sparsity"),
+            "mask_id": newest("mask_id"),
+            "drift": newest("drift"),
             "refused": refused,
             "privacy": describe_privacy(self.context),
             "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),

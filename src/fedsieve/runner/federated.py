@@ -1,6 +1,5 @@
 """Federated stages of an experiment: clients from its data, rounds from its stages, and what clients see at the end."""
 
-import contextlib
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.attacks import label_flip
+from fedsieve.federation.calibrate import sieve_at
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
 from fedsieve.federation.population import Population, make_population
@@ -26,7 +26,7 @@ from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
-from fedsieve.model.build import OnFeatures
+from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account, bound_key, load_or_make_key
 from fedsieve.runner.setup import Setup, feature_feeds
@@ -56,9 +56,10 @@ def make_context(
     setup: Setup,
     initial: Mapping[str, Tensor],
     folder: Path,
-    offset: int,
-    versions: Mapping[str, int],
     say: Callable[[str], None],
+    offset: int = 0,
+    digest: str | None = None,
+    versions: Mapping[str, int] | None = None,
     mark: str = "",
     given: Mapping[str, Any] | None = None,
 ) -> Context:
@@ -91,7 +92,7 @@ def make_context(
         autocast=setup.autocast,
         speed=setup.speed,
         executor=kind,
-        ledger=Ledger(folder / "ledger.csv", offset),
+        ledger=Ledger(folder / "ledger.csv", offset, digest),
         store=ClientStore(folder / "clients", versions),
         account=account,
         say=say,
@@ -183,6 +184,14 @@ def fit_ridge(
 def client_summary(population: Population, correct: np.ndarray, labels: np.ndarray, file: Path) -> dict[str, Any]:
     """How well the global model serves each client, whose test set has its own shares of classes; details in `file`."""
     accuracy = client_accuracies(correct, labels, population.counts, len(population))
+    write_clients(population, accuracy, file)
+    return spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers))
+
+
+def write_clients(population: Population, accuracy: np.ndarray | None, file: Path) -> None:
+    """Who holds what, and how well the model serves each; a run that is not finished has no accuracies yet."""
+    if accuracy is None:
+        accuracy = np.full(len(population), np.nan)
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,
@@ -194,22 +203,21 @@ def client_summary(population: Population, correct: np.ndarray, labels: np.ndarr
         examples=population.counts.examples,
     )
     write_atomic(file, buffer.getvalue())
-    return spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers))
 
 
 def personal_summary(
-    context: Context, stage: Mapping[str, Any], correct: np.ndarray, test: Feed, folder: Path
+    context: Context, mask: Mask | None, correct: np.ndarray, test: Feed, folder: Path
 ) -> dict[str, Any]:
     """How well personal models serve their clients, beside the global one, which got `correct` (T,) right.
 
-    `stage` is the summary of the last one. Details are in personal.npz.
+    `mask` is what all clients trained in the chosen round of the last stage. Details are in personal.npz.
     """
     population, settings = context.population, context.population.settings.personal
     assert settings is not None
     clients = chosen_clients(population, settings.clients)
     labels = test.labels.cpu().numpy()
     accuracy = {"global": client_accuracies(correct, labels, population.counts, len(population))[clients]}
-    models = PersonalModels(context, clients, _shared_mask(context.experiment, stage, folder), test)
+    models = PersonalModels(context, clients, mask, test)
     accuracy |= {method: models.accuracies(method) for method in settings.methods}
     strangers = np.isin(clients, population.strangers)
     buffer = io.BytesIO()
@@ -224,33 +232,19 @@ def personal_summary(
     return {method: spread_apart(found, strangers) for method, found in accuracy.items()}
 
 
-def _shared_mask(experiment: Experiment, stage: Mapping[str, Any], folder: Path) -> Mask | None:
-    """The mask that the last stage ended with, from its file; None where it had none or clients had their own."""
-    last = experiment.stages[-1]
-    sieve = experiment.mask_of(last)
-    if sieve is None or sieve.scope == "client":
-        return None
-    for file in sorted((folder / "masks").glob(f"{last.name}*.safetensors")):
-        with contextlib.suppress(FedsieveError):  # another's file may be damaged
-            if (mask := Mask.load(file)).id == stage["mask_id"]:
-                return mask
-    raise FedsieveError(
-        f"{folder / 'masks'}: the mask of stage {last.name}, which personal models need, is missing or damaged", 1
-    )
-
-
 def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, setup: Setup) -> dict[str, Any]:
     """What the summary says of a federated stage beside what it says of any."""
     described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
+    described["dense"] = ParamSpace.of(setup.model, dense_names(setup.model, stage.train)).size
     described |= {key: value for key, value in state.chosen.items() if key.startswith("client_val_")}
     sieve = experiment.mask_of(stage)
     if sieve is None:
         return described
-    described |= {"rule": sieve.rule, "sparsity": sieve.sparsity, "scope": sieve.scope}
+    asked = sieve_at(sieve, state.best_generation - 1, stage.length)
+    described |= {"rule": sieve.rule, "sparsity": asked.sparsity, "scope": sieve.scope}
     described["calibration_seconds"] = state.calibration_seconds
-    bits = state.moved if sieve.scope == "client" else state.mask
-    if bits is not None:
-        mask = Mask(setup.space(stage), bits.numpy())
+    if state.best_mask is not None:
+        mask = Mask(setup.space(stage), state.best_mask.numpy())
         whole = sum(parameter.numel() for parameter in setup.model.parameters())
         described["reached_sparsity"] = reached_sparsity(mask, sieve, setup.model)
         described |= {"active": mask.count, "active_share": mask.count / whole, "mask_id": mask.id}

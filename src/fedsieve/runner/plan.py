@@ -9,13 +9,13 @@ from torch import nn
 from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.data.sources import count_images
 from fedsieve.data.store import free_memory
-from fedsieve.model.build import trainable_names
+from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import outlook, planned, sigma_of, spent
 from fedsieve.privacy.secagg import threshold_of
 from fedsieve.report.html import size
 from fedsieve.runner.environment import device_name
-from fedsieve.runner.estimate import Estimate, People, estimate
+from fedsieve.runner.estimate import Estimate, People, context_bytes, estimate
 from fedsieve.runner.setup import blank_model, preflight
 from fedsieve.train.sieve import taking_part
 
@@ -63,8 +63,10 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
         ]
         if people:
             taking = space.size if sieve is None else int(taking_part(sieve, model, space).sum())
-            before = round(sum(count for name, count in changed.items() if name not in space.names))
-            sent.append(estimate(experiment, stage, people, space, taking, before))
+            known = space.names if stage.method == "ridge" else ()  # statistics need no head
+            before = context_bytes({name: count for name, count in changed.items() if name not in known}, everything)
+            dense = ParamSpace.of(model, dense_names(model, stage.train)).size
+            sent.append(estimate(experiment, stage, people, space, taking, dense, before))
             lines += bytes_lines(experiment, stage, sent[-1])
             if experiment.privacy.dp and stage.method != "ridge":
                 k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
