@@ -36,6 +36,7 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
+NoiseMultiplier = Annotated[float, Field(ge=0.05)]  # less hides nothing, and cannot be accounted for
 
 
 class Strict(BaseModel):
@@ -489,14 +490,16 @@ class Noised(Strict):
     """A sum that is given out with noise: each client's part is first shortened to a norm."""
 
     clip_norm: Rate
-    noise_multiplier: Rate = Field(description="the noise's deviation, by clip_norm")
+    noise_multiplier: NoiseMultiplier = Field(description="the noise's deviation, by clip_norm")
 
 
 class DP(Strict):
     """Client-level differential privacy with a trusted server (McMahan et al. 2018)."""
 
     epsilon: Rate | None = Field(None, description="that the whole experiment may spend; the noise follows from it")
-    noise_multiplier: Rate | None = Field(None, description="instead of epsilon: the noise's deviation, by clip_norm")
+    noise_multiplier: NoiseMultiplier | None = Field(
+        None, description="instead of epsilon: the noise's deviation, by clip_norm"
+    )
     delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="far below one in the number of clients")
     clip_norm: Rate = Field(description="the largest L2 norm of an update")
     scores: Noised | None = Field(None, description="of a mask from clients' scores, which the budget then pays for")

@@ -138,7 +138,8 @@ def weighted_sum(
     for client, row in rows.items():
         if np.isfinite(row).all():
             draws = channel.uniforms(round, "update", client, count=k)
-            inputs[client] = point.encode(row.clip(-privacy.bound, privacy.bound), weights[client], draws)
+            cut = np.clip(row, -privacy.bound, privacy.bound, dtype=np.float64)  # in float32 the bound may round up
+            inputs[client] = point.encode(cut, weights[client], draws)
         elif gone.get(client, (PAD, ""))[0] >= PAD:
             gone[client] = PAD, ASTRAY
             channel.silence("update", [client], round, "up", ASTRAY)

@@ -44,7 +44,7 @@ def load_or_make_key(path: Path, resumed: bool = False) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
         with os.fdopen(handle, "wb") as file:
-            file.write(os.urandom(32))
+            file.write(new_key())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -54,6 +54,11 @@ def load_or_make_key(path: Path, resumed: bool = False) -> bytes:
     if len(key) != 32:
         raise FedsieveError(f"{path}: not a key: {len(key)} bytes instead of 32", 1)
     return key
+
+
+def new_key() -> bytes:
+    """From the operating system."""
+    return os.urandom(32)
 
 
 def bound_key(key: bytes, mark: str) -> bytes:
