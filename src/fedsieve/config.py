@@ -28,11 +28,15 @@ LayerKind = Literal["linear", "attention", "norm", "conv", "bias", "other"]
 Scope = Literal["shared", "client", "public"]
 ValueFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "sign", "coo"]
 PersonalMethod = Literal["local", "head", "norms", "mask", "blend"]
+AggregatorKind = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_bound"]
+AttackKind = Literal["label_flip", "sign_flip", "gaussian_noise", "nan", "stale_replay"]
+Aggregation = Literal["plain", "zero_sum", "secagg"]
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
+NoiseMultiplier = Annotated[float, Field(ge=0.05)]  # less hides nothing, and cannot be accounted for
 
 
 class Strict(BaseModel):
@@ -200,6 +204,11 @@ class Sieve(Strict):
     start_sparsity: Fraction | None = Field(
         None, description="with refresh: the first mask's sparsity, moving evenly to `sparsity` with each new mask"
     )
+
+    @property
+    def scored(self) -> bool:
+        """Whether its rule looks at images, not at weights alone."""
+        return self.rule.endswith(("sensitive", "hybrid"))
 
     @field_validator("kinds", mode="before")
     @classmethod
@@ -419,6 +428,58 @@ class Personal(Strict):
         return self
 
 
+class Kinded(Strict):
+    """Settings of which the kind alone may be given, and whose other settings each go with some kinds."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_alone(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    def _check_taken(self, takes: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuse a setting that was changed, but goes with other kinds than this."""
+        for name, kinds in takes.items():
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:  # type: ignore[attr-defined]
+                raise ValueError(f"{name} goes with kind: {' or '.join(kinds)}, not with {self.kind}")  # type: ignore[attr-defined]
+
+
+class Aggregator(Kinded):
+    """How updates become one. All but the mean bear some hostile clients, and count every client once."""
+
+    kind: AggregatorKind = "mean"
+    share: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.2, description="trimmed_mean: of the clients, left out at either end of each value"
+    )
+    f: Annotated[int, Field(ge=0)] = Field(
+        1, description="krum, multi_krum: how many clients of a round may be hostile"
+    )
+    m: Positive | None = Field(None, description="multi_krum: how many updates are averaged; default: all but f")
+    limit: Rate | None = Field(None, description="norm_bound: the largest norm; default: the median of a round's")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Aggregator":
+        self._check_taken(
+            {"share": ("trimmed_mean",), "f": ("krum", "multi_krum"), "m": ("multi_krum",), "limit": ("norm_bound",)}
+        )
+        return self
+
+
+class Attack(Kinded):
+    """Simulated hostile clients: the same ones for the whole experiment, drawn by the seed."""
+
+    kind: AttackKind = "sign_flip"
+    fraction: Fraction = Field(0.2, description="of all clients")
+    factor: Rate = Field(
+        10.0,
+        description="sign_flip: how many times as long the update is the other way; gaussian_noise: the noise's norm, by it",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Attack":
+        self._check_taken({"factor": ("sign_flip", "gaussian_noise")})
+        return self
+
+
 class Federation(Strict):
     """Clients that keep their data, and a server that averages what they learnt."""
 
@@ -432,6 +493,8 @@ class Federation(Strict):
     divide_by: Literal["holders", "all"] = Field(
         "holders", description="where clients train different weights: by the weight of those who hold one, or of all"
     )
+    aggregator: Aggregator = Field(Aggregator(), description="a kind, or a kind with its settings")
+    attack: Attack | None = Field(None, description="a kind, or a kind with its settings; default: nobody is hostile")
     server: Server = Server()
     correction: Correction = Correction()
     minimum_replies: Positive = Field(1, description="good replies without which a round changes nothing")
@@ -489,6 +552,58 @@ class Message(Strict):
         return self
 
 
+class Noised(Strict):
+    """A sum that is given out with noise: each client's part is first shortened to a norm."""
+
+    clip_norm: Rate
+    noise_multiplier: NoiseMultiplier = Field(description="the noise's deviation, by clip_norm")
+
+
+class DP(Strict):
+    """Client-level differential privacy with a trusted server (McMahan et al. 2018)."""
+
+    epsilon: Rate | None = Field(None, description="that the whole experiment may spend; the noise follows from it")
+    noise_multiplier: NoiseMultiplier | None = Field(
+        None, description="instead of epsilon: the noise's deviation, by clip_norm"
+    )
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="far below one in the number of clients")
+    clip_norm: Rate = Field(description="the largest L2 norm of an update")
+    scores: Noised | None = Field(None, description="of a mask from clients' scores, which the budget then pays for")
+    statistics: Noised | None = Field(None, description="of a ridge head, which the budget then pays for")
+
+    @model_validator(mode="after")
+    def _check(self) -> "DP":
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("dp needs either epsilon, from which the noise follows, or noise_multiplier, not both")
+        return self
+
+
+class Privacy(Strict):
+    """What the server learns of single clients: docs/trust.md says what each mode promises."""
+
+    aggregation: Aggregation = Field(
+        "plain", description="secagg: only sums (Bonawitz et al. 2017); zero_sum: the secure report's pads, to compare"
+    )
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = Field(
+        0.66, description="secagg: the share of the clients asked without whom there is no sum; more than half"
+    )
+    bits: Literal[16, 32, 64] = Field(32, description="secagg: of a value of an update; other sums have 64")
+    bound: Rate = Field(1.0, description="secagg: the largest value of an update; what goes beyond is cut")
+    pad_scale: Rate = Field(1.0, description="zero_sum: the deviation of the pads")
+    pad_offset: Annotated[int, Field(ge=0)] = Field(
+        0, description="zero_sum: a pad's seed is the client's number plus it"
+    )
+    dp: DP | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Privacy":
+        for kind, names in {"secagg": ("threshold", "bits", "bound"), "zero_sum": ("pad_scale", "pad_offset")}.items():
+            for name in names:
+                if self.aggregation != kind and getattr(self, name) != Privacy.model_fields[name].default:
+                    raise ValueError(f"{name} goes with aggregation: {kind}, not with {self.aggregation}")
+        return self
+
+
 class Checkpoints(Strict):
     """How often the state is saved, and how many savings are kept."""
 
@@ -515,6 +630,7 @@ class Experiment(Strict):
     mask: Sieve | None = Field(None, description="the mask of every sparse stage that has none of its own")
     federation: Federation | None = Field(None, description="absent: training is central")
     message: Message = Message()
+    privacy: Privacy = Privacy()
     executor: Literal["auto", "sequential", "stacked"] = Field(
         "auto", description="how a cohort trains; auto: stacked on a GPU, sequential on a CPU"
     )
@@ -565,7 +681,7 @@ class Experiment(Strict):
         for stage in self.stages:
             self._check_length(stage)
         if self.federation is None:
-            for name in _given(self, "message", "clients_at_once"):
+            for name in _given(self, "message", "privacy", "clients_at_once"):
                 raise ValueError(f"{name} goes with a federation, and none is given")
             for sieve in filter(None, map(self.mask_of, self.stages)):
                 for name in _given(sieve, "scope", "clients", "refresh", "start_sparsity"):
@@ -644,6 +760,9 @@ class Experiment(Strict):
         for stage in self.stages:
             if (sieve := self.mask_of(stage)) is not None:
                 self._check_sieve(stage, sieve)
+        for wrong, why in trust_conflicts(self, federation):
+            if wrong:
+                raise ValueError(why)
         if _given(federation.server, "momentum_correction") and not any(sieve.refresh for sieve in sieves):
             raise ValueError("federation.server.momentum_correction goes with mask.refresh: no mask ever changes")
 
@@ -660,12 +779,153 @@ class Experiment(Strict):
             raise ValueError("mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask")
         if sieve.clients and sieve.scope != "shared":
             raise ValueError(f"mask.clients says how many score a shared mask, and mask.scope is {sieve.scope}")
-        if sieve.clients and sieve.rule in ("low_magnitude", "high_magnitude", "random"):
+        if sieve.clients and not sieve.scored:
             raise ValueError(f"mask.clients says how many score, and mask.rule {sieve.rule} needs no scores of theirs")
 
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""
         return stage.mask or (self.mask if stage.sparse else None)
+
+
+def trust_conflicts(experiment: Experiment, federation: Federation) -> list[tuple[bool, str]]:
+    """Settings of privacy, aggregator and attack that cannot go together, and why: docs/trust.md lists them all."""
+    privacy, message, dp = experiment.privacy, experiment.message, experiment.privacy.dp
+    sieves = [sieve for sieve in map(experiment.mask_of, experiment.stages) if sieve is not None]
+    own = any(sieve.scope == "client" for sieve in sieves)
+    tiers = any(device.density < 1 for device in federation.devices)
+    top = max((device.density for device in federation.devices), default=1.0)
+    largest = sum(device.share for device in federation.devices if device.density == top)
+    lossy = federation.failures != Failures()
+    scaffold = federation.correction.kind == "scaffold"
+    kind, robust = federation.aggregator.kind, federation.aggregator.kind != "mean"
+    mode, secure = privacy.aggregation, privacy.aggregation != "plain"
+    ridge = any(stage.method == "ridge" for stage in experiment.stages)
+    held = experiment.data.val_fraction > 0
+    scored = [sieve for sieve in sieves if sieve.scored]
+    conflicts = [
+        (
+            robust and secure,
+            f"federation.aggregator: {kind} compares single updates, and privacy.aggregation: {mode} lets the server see only "
+            "their sum. Choose one of the two",
+        ),
+        (
+            own and secure,
+            f"mask.scope: client does not go with privacy.aggregation: {mode}: a weight that one client alone trains would be "
+            "given away by the sum. Use scope: shared or public",
+        ),
+        (
+            tiers and mode == "zero_sum",
+            "federation.devices: with zero_sum all clients send the same weights, but some have a density below 1",
+        ),
+        (
+            mode == "secagg" and tiers and largest < privacy.threshold,
+            f"federation.devices: {100 * largest:g} % of the clients train all of the mask, fewer than privacy.threshold asks for "
+            f"({100 * privacy.threshold:g} %): a sum of the others' part would tell too much of each. Give more devices the "
+            "largest density",
+        ),
+        (
+            secure and message.up != "fp32",
+            f"message.up: {message.up} does not go with privacy.aggregation: {mode}, whose values travel "
+            f"{'in fixed point of privacy.bits' if mode == 'secagg' else 'in fp32, so that pads cancel'}: drop it",
+        ),
+        (
+            secure and (message.top_k is not None or message.error_feedback),
+            f"message.{'top_k' if message.top_k is not None else 'error_feedback'} does not go with privacy.aggregation: "
+            f"{mode}: every client sends all values of the mask, and their rounding is part of the sum",
+        ),
+        (
+            scaffold and (secure or robust or dp is not None),
+            "federation.correction: scaffold sends a second vector for each client, its control variate, which "
+            f"{'privacy.dp does not account for' if dp else f'{kind} does not protect' if robust else f'{mode} does not hide'}. "
+            "Use fedprox, or drop it",
+        ),
+        (
+            mode == "zero_sum" and lossy,
+            "federation.failures: zero_sum loses every round in which a client does not answer, since its pad is missing from the "
+            "sum. privacy.aggregation: secagg survives dropouts",
+        ),
+        (
+            robust and (own or tiers),
+            f"federation.aggregator: {kind} compares whole updates, but clients train different weights "
+            f"({'mask.scope: client' if own else 'federation.devices with a density below 1'}). Use one mask for all, or mean",
+        ),
+    ]
+    if dp is not None:
+        conflicts += [
+            (
+                secure,
+                f"privacy.dp does not go with aggregation: {mode}. A secure sum gives nothing below its threshold, so that one "
+                "client more could bring others' updates in with it, and the noise would not cover that. Drop one of the two",
+            ),
+            (
+                robust,
+                f"privacy.dp knows what one client can do to a sum, not to federation.aggregator: {kind}. Use mean",
+            ),
+            (
+                own,
+                "privacy.dp does not go with mask.scope: client: the masks themselves tell of their clients. Use public, or shared "
+                "with privacy.dp.scores",
+            ),
+            (
+                federation.weighting != "uniform",
+                "privacy.dp counts every client once: set federation.weighting: uniform",
+            ),
+            (
+                federation.sampling == "shuffled",
+                "privacy.dp draws every client on its own in each round, which federation.sampling: shuffled does not: drop it",
+            ),
+            (
+                federation.minimum_replies > 1,
+                "privacy.dp gives out noise in every round, whoever answers: drop federation.minimum_replies",
+            ),
+            (
+                federation.blend,
+                "federation.blend sends sums of all clients' scores, which privacy.dp does not account for",
+            ),
+            (
+                federation.client_validation > 0,
+                "federation.client_validation is measured on clients, which privacy.dp does not account for: use data.val_fraction",
+            ),
+            (
+                any(sieve.scope == "shared" for sieve in scored) and dp.scores is None,
+                "mask.scope: shared gives out sums of clients' scores. Account for them with privacy.dp.scores: {clip_norm: ..., "
+                "noise_multiplier: ...}, let the server score its own images (scope: public), or use a rule of magnitude",
+            ),
+            (
+                any(sieve.scope == "public" for sieve in scored) and not held,
+                "mask.scope: public would score training images, since data.val_fraction is 0, and these are the clients' under "
+                "privacy.dp. Hold some out",
+            ),
+            (
+                dp.scores is not None and not any(sieve.scope == "shared" for sieve in scored),
+                "privacy.dp.scores is given, but no mask is made from clients' scores: drop it",
+            ),
+            (
+                ridge and dp.statistics is None,
+                "method: ridge gives out sums of clients' features. Account for them with privacy.dp.statistics: {clip_norm: ..., "
+                "noise_multiplier: ...}, or train the head in rounds",
+            ),
+            (
+                not ridge and dp.statistics is not None,
+                "privacy.dp.statistics is given, but no stage is solved by ridge",
+            ),
+            (
+                ridge
+                and not held
+                and any(s.ridge.temperature is None for s in experiment.stages if s.method == "ridge"),
+                "method: ridge fits its temperature on clients where data.val_fraction is 0, which privacy.dp does not account "
+                "for: give ridge.temperature, or hold images out",
+            ),
+        ]
+    attack = federation.attack
+    refreshed = any(sieve.refresh for sieve in sieves)
+    conflicts.append(
+        (
+            attack is not None and attack.kind == "stale_replay" and (refreshed or own),
+            "federation.attack: stale_replay sends an old update, which goes with one mask for the whole stage",
+        )
+    )
+    return conflicts
 
 
 def _completed(stage: Any, top: Mapping[str, Any]) -> Any:

@@ -102,6 +102,11 @@ def test_the_summary_of_a_federated_run_is_in_rounds_and_bytes(finished, capsys)
     [
         ["federation.client_validation=0.2"],
         ["federation.blend=true"],
+        [
+            "privacy.aggregation=secagg",
+            "message={up: fp32}",
+            "federation={clients: 8, cohort: 4, client_validation: 0.2}",
+        ],
         ["federation.correction.kind=scaffold"],
         ["data.val_fraction=0", "mask.fisher.samples=16"],
         [

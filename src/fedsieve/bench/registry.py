@@ -5,11 +5,13 @@ from collections.abc import Callable
 import torch
 
 from fedsieve.bench.data import data
+from fedsieve.bench.fuzz import fuzz
 from fedsieve.bench.loop import loop
 from fedsieve.bench.mask import mask
 from fedsieve.bench.optimizer import optimizer
 from fedsieve.bench.result import Result
 from fedsieve.bench.rounds import overhead, rounds
+from fedsieve.bench.secagg import secagg
 from fedsieve.bench.sparse import sparse
 
 BENCHMARKS: dict[str, tuple[str, Callable[[torch.device, bool], Result]]] = {
@@ -20,4 +22,6 @@ BENCHMARKS: dict[str, tuple[str, Callable[[torch.device, bool], Result]]] = {
     "round": ("images a second of whole federated rounds against the plain loop", rounds),
     "overhead": ("what a one-step round costs beyond its local steps", overhead),
     "data": ("seconds to decode 60,000 images, and to load them from the cache", data),
+    "secagg": ("seconds and bytes of secure sums, with dropouts, beside Flower's", secagg),
+    "fuzz": ("a million damaged and forged messages, each refused or taken rightly", fuzz),
 }

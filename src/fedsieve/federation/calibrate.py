@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fedsieve.config import Device, Sieve
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.channel import EXACT, Channel, Reply
+from fedsieve.federation.channel import Channel
 from fedsieve.federation.state import Context, ServerState
-from fedsieve.federation.sums import sum_over_clients
+from fedsieve.federation.sums import Part, sum_over_clients
 from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import attention_heads, can_last, select
@@ -96,15 +96,14 @@ def _summed_scores(
             inform(scoring)
         known, places = active, active.indices()
 
-        def replies() -> Iterator[Reply]:
+        def parts() -> Iterator[Part]:
             for client in scoring:
                 rows = generator(seed, "fisher rows", *address, client).permutation(people.examples(client))
                 rows = rows[: -(-sieve.fisher.samples // count)]
                 part, n = squares(context, space, sieve, context.train, active, number, rows, *address, client)
-                values = part[places.to(part.device)].float()
-                yield channel.up("scores", [client], round, active, values[None], EXACT, [n])[0]
+                yield client, part[places.to(part.device)].float(), n
 
-        total, seen = sum_over_clients(replies(), active.count, channel.device)
+        total, seen = sum_over_clients(channel, "scores", round, active, parts())
         scores = torch.zeros(space.size)
         scores[places] = (total / seen).float().cpu()
         return scores

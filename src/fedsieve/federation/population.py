@@ -9,6 +9,8 @@ import numpy as np
 from fedsieve.config import Device, Federation
 from fedsieve.data.partitions import ClassCounts, Shards, class_counts, make_partition
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.attacks import hostile_clients
+from fedsieve.privacy.dp import poisson_cohort
 from fedsieve.randomness import generator
 
 
@@ -21,6 +23,7 @@ class Population:
     shards: Shards
     counts: ClassCounts
     strangers: np.ndarray  # clients that never train, ascending
+    secret: bytes | None = None  # under differential privacy, what cohorts are drawn by instead of the seed
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -49,8 +52,20 @@ class Population:
         """How many clients may train."""
         return len(self) - len(self.strangers)
 
+    @cached_property
+    def hostile(self) -> set[int]:
+        """Clients that attack."""
+        attack = self.settings.attack
+        return set(hostile_clients(self.seed, len(self), attack.fraction).tolist()) if attack else set()
+
+    @property
+    def rate(self) -> float:
+        """The share of clients in a round."""
+        return self.cohort_size / self.trainers if isinstance(self.settings.cohort, int) else self.settings.cohort
+
     @property
     def cohort_size(self) -> int:
+        """How many clients a round has; under differential privacy, on average."""
         cohort = self.settings.cohort
         size = cohort if isinstance(cohort, int) else max(1, round(cohort * self.trainers))
         return min(size, self.trainers)
@@ -61,7 +76,9 @@ class Population:
         return number + np.searchsorted(self.strangers - np.arange(len(self.strangers)), number, side="right")
 
     def cohort(self, stage: str, round: int) -> np.ndarray:
-        """The clients of a round, ascending, drawn without replacement."""
+        """The clients of a round, ascending, drawn without replacement; by a secret, each on its own."""
+        if self.secret is not None:
+            return self.trainer(poisson_cohort(self.secret, self.trainers, self.rate, stage, round))
         if self.settings.sampling == "shuffled":
             rounds = self.trainers // self.cohort_size  # of a pass; the few whom it leaves over are others each time
             first = round % rounds * self.cohort_size

@@ -74,6 +74,7 @@ class Summary(Scores):
     images_per_second: float | None = None
     client_accuracy: ClientSpread | None = None  # of the global model
     personal: dict[str, ClientSpread] = {}  # of clients' own models, by method
+    privacy: dict[str, Any] = {}
     stages: dict[str, StageSummary] = {}
 
 

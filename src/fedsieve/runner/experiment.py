@@ -38,6 +38,7 @@ from fedsieve.runner.environment import choose_device, describe_environment, dev
 from fedsieve.runner.federated import (
     CLIENTS,
     client_summary,
+    describe_privacy,
     describe_rounds,
     fit_ridge,
     fit_rounds,
@@ -157,6 +158,7 @@ class _Run:
         self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
         self.ledger_bytes, self.ledger_digest = 0, ""  # the ledger's length and digest,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
+        self.given: dict[str, Any] = {}  # under differential privacy, what was given out
         self.context: Context | None = None  # of a federation
 
     def go(self) -> dict[str, Any]:
@@ -188,6 +190,8 @@ class _Run:
                 self.ledger_bytes,
                 self.ledger_digest,
                 self.memories[-1] if self.memories else None,
+                self.marks["config.yaml"],
+                self.given,
             )
             if not (self.folder / CLIENTS).exists():
                 write_clients(self.context.population, None, self.folder / CLIENTS)
@@ -343,7 +347,9 @@ class _Run:
             self.ledger_bytes, self.ledger_digest = self.context.ledger.offset, self.context.ledger.digest
             versions = self.context.store.write(self.ticks)
             self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
+            self.given = self.context.account.numbers() if self.context.account else {}
         numbers = {
+            "given": self.given,
             "ledger_bytes": self.ledger_bytes,
             "ledger_digest": self.ledger_digest,
             "memories": self.memories,
@@ -375,7 +381,7 @@ class _Run:
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
-        self.mask_id = numbers["mask_id"]
+        self.mask_id, self.given = numbers["mask_id"], numbers["given"]
         self.ledger_bytes, self.ledger_digest = numbers["ledger_bytes"], numbers["ledger_digest"]
         self.memories = numbers["memories"]
         device = self.setup.device
@@ -457,6 +463,7 @@ class _Run:
             "mask_id": newest("mask_id"),
             "drift": newest("drift"),
             "refused": refused,
+            "privacy": describe_privacy(self.context),
             "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
             **personal,
         }

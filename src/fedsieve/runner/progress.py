@@ -97,6 +97,8 @@ def describe(record: dict[str, Any]) -> str:
         words.append(f"test {100 * record['test_accuracy']:.1f} %")
     if "drift" in record:
         words.append(f"drift {record['drift']:.3g}")
+    if "epsilon" in record:
+        words.append(f"epsilon {record['epsilon']:.2f}")
     if "bytes_up" in record:
         words.append(f"{record['bytes_up'] / 1e6:.2f} MB up, {record['bytes_down'] / 1e6:.2f} down")
     if record.get("refused"):

@@ -59,6 +59,11 @@ def preflight(experiment: Experiment) -> torch.device:
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)
+    if experiment.privacy.dp and device.type == "cuda" and not experiment.deterministic:
+        raise FedsieveError(
+            "privacy.dp: a run that is resumed must repeat its rounds bit for bit, since it repeats their noise. On a GPU that "
+            "takes deterministic: true"
+        )
     return device
 
 
