@@ -143,11 +143,9 @@ def _show_summary(summary: dict[str, Any], folder: Path) -> None:
             f"{stage['seconds']:.1f}",
         )
     console.print(table)
-    console.print(
-        f"test accuracy {_percent(summary['test_accuracy'])} on {summary['test_images']:,} images, "
-        f"{summary['seconds']:.0f} s in all",
-        highlight=False,
-    )
+    tested = f"test accuracy {_percent(summary['test_accuracy'])} on {summary['test_images']:,} images"
+    tested = tested if summary["test_images"] else "the test set stays closed (test: false)"
+    console.print(f"{tested}, {summary['seconds']:.0f} s in all", highlight=False)
     if "bytes_up" in summary:
         _show_federation(summary, folder)
     console.print(f"page: {folder / 'report.html'}", highlight=False, soft_wrap=True)
@@ -162,10 +160,15 @@ def _show_federation(summary: dict[str, Any], folder: Path) -> None:
     beside = "" if share is None else f", {_percent(share)} of dense fp32 FedAvg"
     up, down = size(summary["bytes_up"]), size(summary["bytes_down"])
     lines = [f"{summary['rounds']:,} rounds, {up} up, {down} down{beside}"]
-    served = summary["client_accuracy"]
-    lines += [f"clients' accuracy {_percent(served.get('mean'))}, worst decile {_percent(served.get('worst_decile'))}"]
+    facts = []
+    if served := summary.get("client_accuracy"):
+        facts += [
+            f"clients' accuracy {_percent(served.get('mean'))}",
+            f"worst decile {_percent(served.get('worst_decile'))}",
+        ]
     if summary["drift"] is not None:
-        lines[-1] += f", last drift {summary['drift']:.3g}"
+        facts += [f"last drift {summary['drift']:.3g}"]
+    lines += [", ".join(facts)] if facts else []
     if summary["refused"]:
         lines += ["refused: " + ", ".join(f"{count} {reason}" for reason, count in summary["refused"].items())]
     console.print("\n".join(lines), highlight=False)

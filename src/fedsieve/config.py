@@ -443,6 +443,9 @@ class Experiment(Strict):
     threads: Positive | None = Field(
         None, description="CPU threads; small networks are fastest, and repeat anywhere, on 1"
     )
+    test: bool = Field(
+        True, description="open the test set at the end; false while settings are chosen, as in a sweep's trials"
+    )
     test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
     data: Data = Data()
     model: Model = Model()
@@ -485,6 +488,8 @@ class Experiment(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'stages: two are named "{name}"; every stage needs its own name')
+        if self.test_curve and not self.test:
+            raise ValueError("test_curve tests after every epoch, but test is false. Drop one of them")
         for stage in self.stages:
             held = self.data.val_fraction or (self.federation and self.federation.client_validation)
             if stage.early_stopping and not held:

@@ -379,19 +379,22 @@ class _Run:
         return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
 
     def _finish(self) -> dict[str, Any]:
-        """Open the test set, measure every stage's chosen weights on it, and write down what came out."""
+        """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
         setup = self.setup
-        test = setup.test_feed()
+        test = setup.test_feed() if self.experiment.test else None
         setup.model.load_state_dict(self.initial)
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
             setup.space(stage).write(setup.model, theta)
-            logits = predict(setup.model, test, setup.autocast)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            found = measure(logits, test.labels, "test")
+            found = {"test_loss": math.nan, "test_accuracy": math.nan}
+            if test is not None:
+                logits = predict(setup.model, test, setup.autocast)
+                found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
-        self._write_predictions(logits, test)
+        if test is not None:
+            self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
         summary = {
@@ -402,16 +405,17 @@ class _Run:
             "device": device_name(setup.device),
             "train_images": len(setup.train),
             "val_images": len(setup.validation),
-            "test_images": len(test),
+            "test_images": 0 if test is None else len(test),
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
-            **self._summarise_federation(stages, logits, test),
+            **self._summarise_federation(stages),
+            **({} if test is None else self._test_clients(stages, logits, test)),
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
 
-    def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
+    def _summarise_federation(self, stages: dict[str, Any]) -> dict[str, Any]:
         """The whole run in a federation's terms: the last stage's mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
@@ -420,11 +424,6 @@ class _Run:
         for stage in stages.values():
             for reason, count in stage["refused"].items():
                 refused[reason] = refused.get(reason, 0) + count
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        labels = test.labels.cpu().numpy()
-        personal = {}
-        if self.context.population.settings.personal:
-            personal = {"personal": personal_summary(self.context, last, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
@@ -433,9 +432,20 @@ class _Run:
             "mask_id": last.get("mask_id"),
             "drift": last["drift"],
             "refused": refused,
-            "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
-            **personal,
         }
+
+    def _test_clients(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
+        """How the final model, and personal ones, serve the clients of a federation."""
+        if self.context is None:
+            return {}
+        population = self.context.population
+        correct = (logits.argmax(1) == test.labels).cpu().numpy()
+        personal = {}
+        if population.settings.personal:
+            last = stages[self.experiment.stages[-1].name]
+            personal = {"personal": personal_summary(self.context, last, correct, test, self.folder)}
+        labels = test.labels.cpu().numpy()
+        return {"client_accuracy": client_summary(population, correct, labels, self.folder / CLIENTS), **personal}
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""
