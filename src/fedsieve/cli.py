@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from fedsieve.errors import FedsieveError, did_you_mean
 if TYPE_CHECKING:
     from fedsieve.config import Experiment
     from fedsieve.mask.mask import Mask
+    from fedsieve.sweep.search import Result
 
 # torch and timm take seconds to import: commands import what they need, so that --help and a wrong config answer at once.
 
@@ -185,6 +187,83 @@ def resume(folder: RunFolder, quiet: Quiet = False) -> None:
     from fedsieve.runner.progress import Display
 
     _show_summary(resume_experiment(folder, Display(console, quiet)), folder)
+
+
+@app.command()
+def sweep(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            metavar="KEY=VALUES",
+            help="A setting to search, named like an override: `mask.sparsity=0.5,0.9,0.99` takes these values, "
+            "`optimizer.momentum=0:0.95` a range, `stages.head.optimizer.lr=log:1e-3:1` a range by orders of magnitude, "
+            "`log:1e-3:1:4` four points of it. Once for every setting.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="`grid`: every combination; `bayes`: what looks promising so far.")
+    ] = "bayes",
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Trials in all. Default: 30, or the whole grid.", show_default=False),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Stop trials that fall behind the median of those that ended.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="The sweep's folder. Default: runs/NAME-sweep.", show_default=False
+        ),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Search settings for the best validation accuracy. The test set stays closed.
+
+    Every trial is a run in `DIR/trials`. Started again with the same words, the sweep goes on where it was; started twice
+    at once, the two share the work. It leaves `sweep.html`, `sweep.csv` and `best.yaml`, a config to `fedsieve run`.
+    """
+    word = _one_of("--method", method, ("grid", "bayes"))
+    from fedsieve.sweep.space import Space
+
+    space = Space(config, vary or [], word, overrides or [])  # a typo is answered before torch is imported
+    from fedsieve.sweep.search import sweep as search
+
+    folder = out or Path("runs") / f"{space.base.name}-sweep"
+    result = search(space, folder, trials, prune, None if quiet else console)
+    _show_sweep(result, folder)
+
+
+def _show_sweep(result: "Result", folder: Path) -> None:
+    from fedsieve.sweep.space import brief
+
+    ended = sorted((t for t in result.trials if t.state == "complete"), key=lambda t: (-(t.accuracy or 0.0), t.number))
+    counts = Counter(trial.state for trial in result.trials)
+    table = Table(title=", ".join(f"{count} {state}" for state, count in counts.items()), title_justify="left")
+    table.add_column("trial", justify="right")
+    for name in brief(list(result.trials[0].values)) if result.trials else ():
+        table.add_column(name, justify="right")
+    for column in ("validation", "seconds"):
+        table.add_column(column, justify="right")
+    for trial in ended[:10]:
+        settings = [value if isinstance(value, str) else json.dumps(value) for value in trial.values.values()]
+        table.add_row(str(trial.number), *settings, _percent(trial.accuracy), f"{trial.seconds or 0:.1f}")
+    console.print(table)
+    if result.best is None:
+        running = "; others are still running" if counts["running"] else ""
+        raise FedsieveError(f"no trial came to an end{running}. {folder / 'sweep.csv'} says why", 1)
+    for hint in result.hints:
+        console.print(hint, highlight=False, soft_wrap=True)
+    console.print(
+        f"`fedsieve run {folder / 'best.yaml'}` trains the best settings again and opens the test set",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"page: {result.page}", highlight=False, soft_wrap=True)
 
 
 @app.command()

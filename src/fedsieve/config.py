@@ -688,9 +688,13 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """The experiment in the YAML file `path`, with `key=value` overrides applied."""
-    path = Path(path)
+    return parse_config(read_config(Path(path)), overrides, where=str(path))
+
+
+def read_config(path: Path) -> str:
+    """The text of an experiment's YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FedsieveError(
             f"{path}: no such file. `fedsieve demo --show` prints an experiment to start from"
@@ -701,7 +705,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
         raise FedsieveError(f"{path}: not a text file; an experiment is a YAML file") from None
     except OSError as error:
         raise FedsieveError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_config(text, overrides, where=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config") -> Experiment:

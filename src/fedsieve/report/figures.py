@@ -18,7 +18,7 @@ from scipy.stats import chi2
 
 P = ParamSpec("P")
 
-INK, MUTED, GRID = "#3b434d", "#76808c", "#e1e5ea"
+INK, MUTED, GRID, CARD = "#3b434d", "#76808c", "#e1e5ea", "#fefefe"
 BLUE, ORANGE, GREEN, RED = "#4178d6", "#d9772b", "#2e9e6b", "#d64550"
 SERIES = [BLUE, ORANGE, GREEN, "#8f63d2", RED, "#1f9aa8", "#c9569c", "#9a8433"]
 STYLE: dict[Any, Any] = {
@@ -73,7 +73,7 @@ def drawn(draw: Callable[P, Figure]) -> Callable[P, str]:
 def inline(svg: str, label: str) -> str:
     """The SVG for the inside of a page: its ink follows the page's colours, and `label` is read to those who listen."""
     svg = svg[svg.index("<svg") :]
-    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--line")):
+    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--line"), (CARD, "--card")):
         svg = svg.replace(colour, f"var({variable})")
     quoted = label.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{quoted}" ', 1)
