@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.conftest import TINY
 
@@ -68,6 +68,7 @@ def test_whole_numbers_are_drawn_only_where_nothing_else_is_taken(config, spec, 
     assert axis.ends == ends and [type(end) for end in axis.ends] == [type(end) for end in ends]
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.floats(1e-6, 10), min_size=2, max_size=4, unique_by=lambda v: f"{v!r}"),
     st.lists(st.integers(1, 50), min_size=2, max_size=4, unique=True),

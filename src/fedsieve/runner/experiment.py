@@ -465,8 +465,14 @@ class _Run:
 
 
 def _config_digest(experiment: Experiment) -> str:
-    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
-    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
+    """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
+    incidental: Any = {
+        "device": True,
+        "tracking": True,
+        "checkpoint": True,
+        "test": True,
+        "data": {"cache", "placement"},
+    }
     return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 

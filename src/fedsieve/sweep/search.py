@@ -7,6 +7,7 @@ holds the lock on its file, so what a dead process left is found, and gone on wi
 import contextlib
 import csv
 import fcntl
+import gc
 import io
 import json
 import traceback
@@ -18,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
 from fedsieve.config import Experiment, to_yaml
@@ -41,7 +43,7 @@ TRIALS = 30  # of a search that is not told how many
 RIVALS = 5  # finished trials without which none is stopped early
 DRAWS = 50  # tries to draw settings that no trial has had
 # What may differ between the processes of one sweep: where trials are computed, logged, cached and saved.
-INCIDENTAL = ("name", "device", "tracking", "checkpoint", "data.cache", "data.placement")
+INCIDENTAL = ("device", "tracking", "checkpoint", "data.cache", "data.placement")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def sweep(
         number, values, lock = claimed
         with lock:
             search.settle(number, values, search.attempt(number, values))
+        if torch.cuda.is_available():
+            gc.collect()  # a network in a cycle of references would hold on to the device's memory
     return search.result()
 
 
@@ -216,8 +220,11 @@ class Search:
             experiment = self.space.configure(values)
             experiment = experiment.model_copy(update={"name": f"{experiment.name[:90]}-{number:04d}"})
             display = _Watch(self, folder, experiment)
-            begun = (folder / "config.yaml").exists()
-            summary = resume(folder, display) if begun else run(experiment, folder, display)
+            if (folder / "config.yaml").exists():
+                write_atomic(folder / "config.yaml", to_yaml(experiment))  # perhaps on another device now
+                summary = resume(folder, display)
+            else:
+                summary = run(experiment, folder, display)
         except _Behind:
             reached = max(curve(folder, experiment.stages[-1].name), default=None)
             return {"state": "stopped", "accuracy": reached, "note": "behind the median"}
@@ -322,7 +329,7 @@ class Search:
                 importance(self.space, trials),
             )
         hints = [
-            f"{axis.key}: the best value, {label(best.values[axis.key])}, lies at the end of what was searched. A better one may lie beyond"
+            f"{axis.key}: the best value, {label(best.values[axis.key])}, lies at the end of what was searched; a better one may lie beyond"
             for axis in self.space.axes
             if best and axis.at_end(best.values[axis.key])
         ]
@@ -377,6 +384,9 @@ class _Watch(Display):
         if search.prune:
             ended = [trial for trial in search._trials() if trial.state == "complete"]
             self.rivals = [curve(trial.folder, self.stage) for trial in ended]
+
+    def say(self, text: str) -> None:
+        """One line per trial is enough."""
 
     def step(self, stage: str, tick: Tick) -> None:
         super().step(stage, tick)
