@@ -19,6 +19,7 @@ from fedsieve.errors import FedsieveError, did_you_mean
 if TYPE_CHECKING:
     from fedsieve.config import Experiment
     from fedsieve.mask.mask import Mask
+    from fedsieve.report.comparison import Comparison
     from fedsieve.sweep.search import Result
 
 # torch and timm take seconds to import: commands import what they need, so that --help and a wrong config answer at once.
@@ -199,7 +200,7 @@ def sweep(
             "--vary",
             metavar="KEY=VALUES",
             help="A setting to search, named like an override: `mask.sparsity=0.5,0.9,0.99` takes these values, "
-            "`optimizer.momentum=0:0.95` a range, `stages.head.optimizer.lr=log:1e-3:1` a range by orders of magnitude, "
+            "`stages.head.optimizer.momentum=0:0.95` draws from a range, `stages.head.optimizer.lr=log:1e-3:1` a range by orders of magnitude, "
             "`log:1e-3:1:4` four points of it. Once for every setting.",
             show_default=False,
         ),
@@ -336,7 +337,12 @@ def explore(config: ConfigFile, overrides: Overrides = None, out: Out = None) ->
 @app.command()
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="One run folder, or several to compare.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="DIR...",
+            help="One run folder, or several to compare; a folder of runs, or a sweep, stands for all of them.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -345,15 +351,39 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write the page of one run again, or a page that compares several."""
-    from fedsieve.report.comparison import write_comparison
+    """Write the page of one run again, or a page that compares several.
+
+    Runs that differ only in their seeds stand together; differences come with 95 % intervals.
+    """
+    from fedsieve.report.comparison import compare, find_runs, write_comparison
     from fedsieve.report.page import write_report
 
-    if len(folders) == 1 and out is None:
-        page = write_report(folders[0])
+    runs = find_runs(folders)
+    if len(runs) == 1 and out is None:
+        page = write_report(runs[0])
     else:
-        page = write_comparison(folders, out or Path("comparison.html"))
+        found = compare(runs)
+        _show_comparison(found)
+        page = write_comparison(found, out or Path("comparison.html"))
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+def _show_comparison(found: "Comparison") -> None:
+    table = Table("experiment")
+    measured = "test accuracy, %" if found.measure == "test_accuracy" else "validation accuracy, %"
+    for column in ("seeds", measured, "to the best, points (95 % interval)"):
+        table.add_column(column, justify="right")
+    gaps = {row.one.label: row for row in found.behind}
+    for group in found.groups:
+        mean, spread, row = group.mean(found.measure), group.spread(found.measure), gaps.get(group.label)
+        score = "-" if mean is None else f"{100 * mean:.2f}"
+        score += "" if spread is None else f" ± {100 * spread:.2f}"
+        gap = f"{100 * row.value:+.2f}" if row else ""
+        gap += f" ({100 * row.interval[0]:+.2f} to {100 * row.interval[1]:+.2f})" if row and row.interval else ""
+        table.add_row(group.label, str(group.size), score, gap)
+    console.print(table)
+    for folder, reason in found.missing:
+        console.print(f"not in the numbers: {folder}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 mask_app = typer.Typer(
