@@ -624,6 +624,9 @@ class Experiment(Strict):
     threads: Positive | None = Field(
         None, description="CPU threads; small networks are fastest, and repeat anywhere, on 1"
     )
+    test: bool = Field(
+        True, description="open the test set at the end; false while settings are chosen, as in a sweep's trials"
+    )
     test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
     data: Data = Data()
     model: Model = Model()
@@ -667,6 +670,8 @@ class Experiment(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'stages: two are named "{name}"; every stage needs its own name')
+        if self.test_curve and not self.test:
+            raise ValueError("test_curve tests after every epoch, but test is false. Drop one of them")
         for stage in self.stages:
             held = self.data.val_fraction or (self.federation and self.federation.client_validation)
             if stage.early_stopping and not held:
@@ -1030,9 +1035,13 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """The experiment in the YAML file `path`, with `key=value` overrides applied."""
-    path = Path(path)
+    return parse_config(read_config(Path(path)), overrides, where=str(path))
+
+
+def read_config(path: Path) -> str:
+    """The text of an experiment's YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FedsieveError(
             f"{path}: no such file. `fedsieve demo --show` prints an experiment to start from"
@@ -1043,7 +1052,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
         raise FedsieveError(f"{path}: not a text file; an experiment is a YAML file") from None
     except OSError as error:
         raise FedsieveError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_config(text, overrides, where=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config") -> Experiment:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Sieve, Stage
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation.attacks import instead
 from fedsieve.federation.blending import blended, tell_shares
 from fedsieve.federation.calibrate import client_mask, is_due, nested_tiers, one_mask, sieve_at
@@ -354,11 +354,10 @@ class Federated:
 
     def _diverged(self, number: int) -> NoReturn:
         name = self.stage.name
-        raise FedsieveError(
+        raise Diverged(
             f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
             f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
-            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm",
-            1,
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm"
         )
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:

@@ -403,19 +403,22 @@ class _Run:
         return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
 
     def _finish(self) -> dict[str, Any]:
-        """Open the test set, measure every stage's chosen weights on it, and write down what came out."""
+        """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
         setup = self.setup
-        test = setup.test_feed()
+        test = setup.test_feed() if self.experiment.test else None
         setup.model.load_state_dict(self.initial)
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
             setup.space(stage).write(setup.model, theta)
-            logits = predict(setup.model, test, setup.autocast)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            found = measure(logits, test.labels, "test")
+            found = {"test_loss": math.nan, "test_accuracy": math.nan}
+            if test is not None:
+                logits = predict(setup.model, test, setup.autocast)
+                found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
-        self._write_predictions(logits, test)
+        if test is not None:
+            self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
         summary = {
@@ -426,16 +429,17 @@ class _Run:
             "device": device_name(setup.device),
             "train_images": len(setup.train),
             "val_images": len(setup.validation),
-            "test_images": len(test),
+            "test_images": 0 if test is None else len(test),
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
-            **self._summarise_federation(stages, logits, test),
+            **self._summarise_federation(stages),
+            **({} if test is None else self._test_clients(logits, test)),
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
 
-    def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
+    def _summarise_federation(self, stages: dict[str, Any]) -> dict[str, Any]:
         """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
@@ -447,14 +451,6 @@ class _Run:
         for stage in stages.values():
             for reason, count in stage["refused"].items():
                 refused[reason] = refused.get(reason, 0) + count
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        labels = test.labels.cpu().numpy()
-        personal = {}
-        if self.context.population.settings.personal:
-            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
-            shared = sieve is not None and sieve.scope != "client"
-            mask = Mask(space, self.masks[-1].numpy()) if shared else None
-            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
@@ -464,9 +460,22 @@ class _Run:
             "drift": newest("drift"),
             "refused": refused,
             "privacy": describe_privacy(self.context),
-            "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
-            **personal,
         }
+
+    def _test_clients(self, logits: Tensor, test: Feed) -> dict[str, Any]:
+        """How the final model, and personal ones, serve the clients of a federation."""
+        if self.context is None:
+            return {}
+        population = self.context.population
+        correct = (logits.argmax(1) == test.labels).cpu().numpy()
+        personal = {}
+        if population.settings.personal:
+            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
+            shared = sieve is not None and sieve.scope != "client"
+            mask = Mask(space, self.masks[-1].numpy()) if shared else None
+            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
+        labels = test.labels.cpu().numpy()
+        return {"client_accuracy": client_summary(population, correct, labels, self.folder / CLIENTS), **personal}
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""
@@ -486,8 +495,14 @@ class _Run:
 
 
 def _config_digest(experiment: Experiment) -> str:
-    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
-    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
+    """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
+    incidental: Any = {
+        "device": True,
+        "tracking": True,
+        "checkpoint": True,
+        "test": True,
+        "data": {"cache", "placement"},
+    }
     return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 
