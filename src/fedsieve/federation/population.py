@@ -38,9 +38,9 @@ class Population:
         share, sizes = self.settings.client_validation, self.shards.sizes
         return np.clip(np.rint(share * sizes).astype(np.int64), int(share > 0), sizes - 1)
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
-        """How many images each client trains on, (K,)."""
+        """How many images each client trains on, (K,). Kept, since rounds ask for it, and must not cost what all clients do."""
         return self.shards.sizes - self.held
 
     @property
