@@ -157,7 +157,7 @@ def dense(client):
 def test_the_plain_loop_moves_only_masked_weights():
     client = PlainClient(CASE, CPU, "plain")
     before = {name: parameter.detach().clone() for name, parameter in client.trained.items()}
-    client.round()
+    client.train(0)
     moved = {name: parameter != before[name] for name, parameter in client.trained.items()}
     assert any(where.any() for where in moved.values())
     assert all(client.mask[name][where].all() for name, where in moved.items())

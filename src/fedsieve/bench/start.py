@@ -61,10 +61,9 @@ def start(
         if smoke:
             options = "{patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2}"
             values = {"size": 16, "backbone": "vit_tiny_patch16_224", "options": options, "compile": "eager"}
-        elif device.type == "cpu":
-            values |= {"size": 64, "backbone": "vit_tiny_patch16_224"}
-        chosen = [*([] if device.type == "cuda" else ["executor=stacked"]), *overrides]
-        experiment = parse_config(DEFAULT.format(**values), chosen)
+        elif device.type == "cpu":  # as runs are there by default
+            values |= {"size": 64, "backbone": "vit_tiny_patch16_224", "compile": "auto"}
+        experiment = parse_config(DEFAULT.format(**values), overrides)
     else:
         experiment = load_config(config, overrides)
     if experiment.federation is None or all(stage.method == "ridge" for stage in experiment.stages):
