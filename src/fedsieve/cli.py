@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import fedsieve
+from fedsieve.bench.commands import app as bench_app
 from fedsieve.config import load_config, parse_config
 from fedsieve.errors import FedsieveError, did_you_mean
 
@@ -393,6 +394,7 @@ mask_app = typer.Typer(
     no_args_is_help=True, help="Look at masks: which weights of a model may train.", rich_markup_mode="markdown"
 )
 app.add_typer(mask_app, name="mask")
+app.add_typer(bench_app, name="bench")
 Page = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE", help="Also write a page with pictures.", show_default=False),
@@ -461,45 +463,6 @@ def _load_mask(file: Path) -> "Mask":
         found = f"Masks in it: {', '.join(map(str, inside))}" if inside else "No mask is in it"
         raise FedsieveError(f"{file}: a folder, not a mask file. {found}")
     return Mask.load(file)
-
-
-@app.command()
-def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A benchmark, or `list`.")] = "list",
-    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:N`.")] = "auto",
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="In miniature: shows that it runs; the times mean nothing.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Also write the table as JSON.", show_default=False),
-    ] = None,
-) -> None:
-    """Measure: one table of ratios taken side by side in one run, with the hardware next to it."""
-    from fedsieve.bench.registry import BENCHMARKS
-
-    if name == "list":
-        for key, (text, _) in BENCHMARKS.items():
-            console.print(f"[bold]{key:10}[/]{text}", highlight=False, soft_wrap=True)
-        return
-    from fedsieve.files import write_json
-    from fedsieve.runner.environment import choose_device, describe_environment
-
-    text, measure = BENCHMARKS[_one_of("bench", name, ("list", *BENCHMARKS))]
-    where = choose_device(device)
-    result = measure(where, smoke)
-    environment = describe_environment(where)
-    table = Table(*result.columns, title=f"{name}: {text}", title_justify="left")
-    for row in result.rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print(result.note, highlight=False)
-    hardware = (
-        f"{environment['device']}, {environment['cpu']} x {environment['cpu_count']}, torch {environment['torch']}"
-    )
-    console.print(f"{hardware}, {environment['threads']} threads", highlight=False)
-    if out is not None:
-        write_json(out, {"benchmark": name, "columns": result.columns, "rows": result.rows, "environment": environment})
 
 
 @app.command(name="list")

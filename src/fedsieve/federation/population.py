@@ -44,7 +44,7 @@ class Population:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """How many images each client trains on, (K,)."""
+        """How many images each client trains on, (K,). Kept, since rounds ask for it, and must not cost what all clients do."""
         return self.shards.sizes - self.held
 
     @property

@@ -32,7 +32,6 @@ from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
-from fedsieve.report.page import write_report
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
 from fedsieve.runner.federated import (
@@ -58,8 +57,13 @@ SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
-    """Run an experiment into a new folder and return its summary (also in summary.json)."""
+def run(
+    experiment: Experiment, folder: str | Path, display: Display | None = None, page: bool = True
+) -> dict[str, Any]:
+    """Run an experiment into a new folder and return its summary (also in summary.json).
+
+    Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later.
+    """
     folder, display = Path(folder), display or Display.silent()
     check_free(folder)
     preflight(experiment)
@@ -70,7 +74,7 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display)
+        return _execute(experiment, folder, display, page)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -89,18 +93,25 @@ def check_free(folder: Path) -> None:
         raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
 
 
-def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+def resume(folder: str | Path, display: Display | None = None, page: bool = True) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
         display.say(f"{folder}: this run is finished")
-        write_report(folder)
+        if page:
+            _write_page(folder)
         return summary
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display)
+    return _execute(experiment, folder, display, page)
+
+
+def _write_page(folder: Path) -> None:
+    from fedsieve.report.page import write_report  # figures take seconds to import: not before the first round
+
+    write_report(folder)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -119,10 +130,13 @@ def read_experiment(folder: Path) -> Experiment:
     return load_config(folder / "config.yaml")
 
 
-def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
+def _execute(experiment: Experiment, folder: Path, display: Display, page: bool) -> dict[str, Any]:
     with _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, signals).go()
+            summary = _Run(experiment, folder, display, signals).go()
+            if page:
+                _write_page(folder)
+            return summary
         except KeyboardInterrupt:
             raise FedsieveError(
                 f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
@@ -210,7 +224,6 @@ class _Run:
             finally:
                 for tracker in trackers:
                     tracker.finish(summary)
-        write_report(self.folder)
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:

@@ -103,6 +103,7 @@ class Setup:
     class_names: list[str]
     data_fingerprint: str
     model: Classifier
+    say: Callable[[str], None] | None = None  # to the user, one line
     undo: Callable[[], None] | None = None  # of what the stage under way did to the model
 
     def test_feed(self) -> Feed:
@@ -175,6 +176,7 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         class_names=class_names,
         data_fingerprint=images.fingerprint,
         model=model.to(device),
+        say=display.say,
     )
 
 
@@ -227,7 +229,17 @@ def fit_stage(
         return setup.validate(forward, validation) | watch()
 
     steps = train_stage(
-        stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask, setup.speed
+        stage,
+        forward,
+        theta,
+        state,
+        train,
+        validate,
+        setup.experiment.seed,
+        setup.autocast,
+        mask,
+        setup.speed,
+        setup.say,
     )
     return space, state, steps
 
