@@ -98,8 +98,10 @@ def memory(
     device: Device = "auto",
     smoke: Smoke = False,
     out: Out = None,
-    network: Annotated[str, typer.Option(help="`small` (ViT-S/16) or `tiny` (ViT-Ti/16).")] = "small",
-    pixels: Annotated[int, typer.Option(min=16, help="Size of the images.")] = 224,
+    network: Annotated[
+        str | None, typer.Option(help="`small` (ViT-S/16) or `tiny` (ViT-Ti/16).", show_default=False)
+    ] = None,
+    pixels: Annotated[int | None, typer.Option(min=16, help="Size of the images.", show_default=False)] = None,
     cohorts: Annotated[str | None, listed("Clients at once, such as 1,10,20.")] = None,
     sparsities: Annotated[str | None, listed("Such as 0,0.5,0.9.")] = None,
     at_most: Annotated[int | None, typer.Option(min=1, help="Where the search for the largest cohort stops.")] = None,
@@ -110,13 +112,15 @@ def memory(
         from fedsieve.bench.memory import memory
         from fedsieve.bench.rounds import NETWORKS
 
-        (name,) = _words("--network", network, tuple(NETWORKS))
+        name = _words("--network", network, tuple(NETWORKS))
         given = {
+            "network": name and name[0],
+            "pixels": pixels,
             "cohorts": _numbers("--cohorts", cohorts),
             "sparsities": _numbers("--sparsities", sparsities, float),
             "at_most": at_most,
         }
-        return memory(where, smoke, name, pixels, **_given(given))
+        return memory(where, smoke, **_given(given))
 
     _show("memory", device, out, measure)
 

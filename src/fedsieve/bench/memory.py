@@ -1,9 +1,8 @@
 """Peak device memory of a round against the number of clients at once and against sparsity, and how many fit."""
 
-import contextlib
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +10,6 @@ from fedsieve.bench.result import Cell, Result
 from fedsieve.bench.rounds import BATCH, NETWORKS, SMALL, federation, make_experiment, make_feed, release
 from fedsieve.data.store import free_memory
 from fedsieve.federation.executors import Stacked
-from fedsieve.federation.rounds import Federated
 from fedsieve.model.build import build_classifier
 from fedsieve.train.replay import Speed
 
@@ -19,18 +17,20 @@ from fedsieve.train.replay import Speed
 def memory(
     device: torch.device,
     smoke: bool,
-    network: str = "small",
-    pixels: int = 224,
-    cohorts: Sequence[int] = (1, 2, 5, 10, 20),
+    network: str | None = None,
+    pixels: int | None = None,
+    cohorts: Sequence[int] | None = None,
     sparsities: Sequence[float] = (0.0, 0.5, 0.9, 0.99),
     at_most: int | None = None,
 ) -> Result:
-    """One local step of 64 images a client, all clients at once."""
+    """One local step, all clients at once: ViT-S/16 at 224 px on a GPU, ViT-Ti/16 at 64 px on a CPU, if not said otherwise."""
     gpu = device.type == "cuda"
-    options, batch = "{}", BATCH
+    options, batch = "{}", BATCH if gpu else 16
+    network, pixels = network or ("small" if gpu else "tiny"), pixels or (224 if gpu else 64)
+    cohorts = cohorts or ((1, 2, 5, 10, 20) if gpu else (1, 2, 4, 8))
+    most = at_most or (1024 if gpu else max(cohorts))  # a machine whose memory is used up kills, and does not say no
     if smoke:
-        network, pixels, cohorts, sparsities, options, batch = "tiny", 16, (1, 2), (0.0, 0.9), SMALL, 4
-    most = at_most or (1024 if gpu and not smoke else 2 if smoke else max(cohorts))
+        network, pixels, cohorts, sparsities, options, batch, most = "tiny", 16, (1, 2), (0.0, 0.9), SMALL, 4, 2
     name, backbone = ("a small ViT", "vit_tiny_patch16_224") if smoke else NETWORKS[network]
     total = torch.cuda.get_device_properties(device).total_memory if gpu else free_memory(device)
     result = Result(
@@ -45,9 +45,8 @@ def memory(
         limit=f"the {'device' if gpu else 'machine'} has {total / 1e9:,.1f} GB",
     )
 
-    def peak(clients: int, sparsity: float) -> float | None:
-        with _stage(backbone, options, pixels, clients, batch, sparsity, device) as stage:
-            return peak_bytes(lambda: next(stage.rounds()), device)
+    def tried(clients: int, sparsity: float = 0.9) -> tuple[bool, float | None]:
+        return _try(backbone, options, pixels, clients, batch, sparsity, device)
 
     def add(
         what: str, sparsity: float, clients: int, found: float | None, more: float | None, dense: float | None
@@ -58,52 +57,46 @@ def memory(
         result.rows.append((what, sparsity, clients, *megabytes, ratio, share))
 
     before: tuple[int, float] | None = None
+    tried(1)  # the first also takes what libraries hold from then on
     for clients in cohorts:
-        found = peak(clients, 0.9)
+        found = tried(clients)[1]
         more = (found - before[1]) / (clients - before[0]) if found is not None and before else None
         add("cohort", 0.9, clients, found, more, None)
         before = None if found is None else (clients, found)
     middle = cohorts[len(cohorts) // 2]
     dense = None
     for sparsity in sparsities:
-        found = peak(middle, sparsity)
+        found = tried(middle, sparsity)[1]
         dense = dense or (found if sparsity == 0 else None)
         add("sparsity", sparsity, middle, found, None, dense)
-    largest = search(lambda clients: _fits(backbone, options, pixels, clients, batch, device), most)
+    largest = search(lambda clients: tried(clients)[0], most)
     stopped = ", as far as was tried" if largest == most else ""
     result.rows.append((f"largest cohort at once{stopped}", 0.9, largest, None, None, None, None))
     return result
 
 
-@contextlib.contextmanager
-def _stage(
+def _try(
     backbone: str, options: str, pixels: int, clients: int, batch: int, sparsity: float, device: torch.device
-) -> Iterator[Federated]:
-    """A cohort that trains one step at once."""
-    local = "{steps: 1}"
+) -> tuple[bool, float | None]:
+    """Whether so many clients train a step at once, and the peak of their round in bytes, where the system tells it."""
+    release(device)  # what an earlier trial held
     experiment = make_experiment(
-        backbone, options, pixels, clients, batch, local, sparsity=sparsity or 0.5, dense=sparsity == 0
+        backbone, options, pixels, clients, batch, "{steps: 1}", sparsity=sparsity or 0.5, dense=sparsity == 0
     )
     model = build_classifier(experiment.model, 100, pixels, 0).to(device)
     speed: Speed = "graph" if device.type == "cuda" else "eager"
-    with federation(experiment, model, make_feed(experiment, batch * clients, device), "stacked", speed) as stage:
-        yield stage
-    del stage, model
-    release(device)
-
-
-def _fits(backbone: str, options: str, pixels: int, clients: int, batch: int, device: torch.device) -> bool:
-    """Whether so many clients train at once: the executor itself goes on with half where they do not."""
-    with warnings.catch_warnings(), _stage(backbone, options, pixels, clients, batch, 0.9, device) as stage:
-        warnings.simplefilter("ignore")
+    feed = make_feed(experiment, batch * clients, device)
+    with warnings.catch_warnings(), federation(experiment, model, feed, "stacked", speed) as stage:
+        warnings.simplefilter("ignore")  # where memory runs out, the executor says so and goes on with half
         try:
-            next(stage.rounds())
+            found = peak_bytes(lambda: next(stage.rounds()), device)
         except torch.cuda.OutOfMemoryError:
-            return False
+            return False, None
         executor = stage.executor
-        if not isinstance(executor, Stacked) or executor.clients != clients:
-            return False
-        return device.type != "cuda" or executor.gradient.graph is not None
+        fits = isinstance(executor, Stacked) and executor.clients == clients
+        if isinstance(executor, Stacked) and device.type == "cuda":
+            fits = fits and executor.gradient.graph is not None
+        return fits, found if fits else None
 
 
 def search(fits: Callable[[int], bool], most: int) -> int:
