@@ -16,6 +16,13 @@ class FedsieveError(Exception):
         self.exit_code = exit_code
 
 
+class Diverged(FedsieveError):
+    """Training left the finite numbers: a result of its settings, which a grid of runs notes and goes on from."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 1)
+
+
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """A ready ' Did you mean "x"?' clause, or nothing when no allowed word is near."""
     near = difflib.get_close_matches(str(word), [str(name) for name in allowed], n=1, cutoff=0.6)

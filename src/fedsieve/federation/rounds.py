@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Sieve, Stage
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor
 from fedsieve.federation.population import Population
 from fedsieve.federation.server import carried, server_step
@@ -291,11 +291,10 @@ class Federated:
 
     def _diverged(self, number: int) -> NoReturn:
         name = self.stage.name
-        raise FedsieveError(
+        raise Diverged(
             f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
             f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
-            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm",
-            1,
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm"
         )
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:

@@ -46,6 +46,7 @@ from fedsieve.runner.federated import (
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, Tick, measure, predict
@@ -56,8 +57,17 @@ SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
-    """Run an experiment into a new folder and return its summary (also in summary.json)."""
+def run(
+    experiment: Experiment,
+    folder: str | Path,
+    display: Display | None = None,
+    shared: Shared | None = None,
+    page: bool = True,
+) -> dict[str, Any]:
+    """Run an experiment into a new folder and return its summary (also in summary.json).
+
+    Runs of one process may hand what they loaded from one to the next in `shared`. `page` writes the report.
+    """
     folder, display = Path(folder), display or Display.silent()
     # A process killed before its first file was whole leaves only that file's hidden beginning.
     if folder.exists() and (
@@ -73,7 +83,7 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display)
+        return _execute(experiment, folder, display, shared, page)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -82,18 +92,21 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
         raise
 
 
-def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+def resume(
+    folder: str | Path, display: Display | None = None, shared: Shared | None = None, page: bool = True
+) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
         display.say(f"{folder}: this run is finished")
-        write_report(folder)
+        if page:
+            write_report(folder)
         return summary
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display)
+    return _execute(experiment, folder, display, shared, page)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -112,10 +125,15 @@ def read_experiment(folder: Path) -> Experiment:
     return load_config(folder / "config.yaml")
 
 
-def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
+def _execute(
+    experiment: Experiment, folder: Path, display: Display, shared: Shared | None, page: bool
+) -> dict[str, Any]:
     with _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, signals).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False)).go()
+            if page:
+                write_report(folder)
+            return summary
         except KeyboardInterrupt:
             raise FedsieveError(
                 f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
@@ -139,8 +157,11 @@ def _intact(folder: Path) -> str:
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
-    def __init__(self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals") -> None:
+    def __init__(
+        self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals", shared: Shared
+    ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
+        self.shared = shared
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -156,11 +177,13 @@ class _Run:
         self.clock = time.perf_counter()
         if self.experiment.threads is not None:
             torch.set_num_threads(self.experiment.threads)
-        environment = self.folder / "environment.json"
+        device, environment = choose_device(self.experiment.device), self.folder / "environment.json"
         if not environment.exists():
-            write_json(environment, describe_environment(choose_device(self.experiment.device)))
+            write_json(environment, describe_environment(device))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         saved = load_newest(self.folder / "checkpoints", self.display.say)
-        self.setup = prepare(self.experiment, self.display)
+        self.setup = prepare(self.experiment, self.display, self.shared)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
         self.marks = {
             "config.yaml": _config_digest(self.experiment),
@@ -191,7 +214,6 @@ class _Run:
             finally:
                 for tracker in trackers:
                     tracker.finish(summary)
-        write_report(self.folder)
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:
@@ -400,6 +422,7 @@ class _Run:
             **{key: last[key] for key in ("test_accuracy", "test_loss", "val_accuracy", "val_loss", "best_at")},
             "seconds": self.seconds + time.perf_counter() - self.clock,
             "device": device_name(setup.device),
+            "peak_memory": torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else None,
             "train_images": len(setup.train),
             "val_images": len(setup.validation),
             "test_images": len(test),

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 
 import numpy as np
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fedsieve.config import Data, Experiment, Model, Stage, parse_config
-from fedsieve.data.sources import Split, cache_folder, keep_classes, kind_of, load_images
+from fedsieve.data.sources import Split, cache_folder, keep_classes, kind_of
 from fedsieve.data.splits import hold_out
-from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.personal import norm_names
@@ -22,10 +21,11 @@ from fedsieve.mask.mask import Mask
 from fedsieve.model.adapters import check_reached
 from fedsieve.model.build import Classifier, build_classifier, check_backbone, trainable_names
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.weights import load_classifier, weights_file
+from fedsieve.model.weights import digest, weights_file
 from fedsieve.randomness import generator
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
 from fedsieve.runner.progress import Display
+from fedsieve.runner.shared import Shared
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
 from fedsieve.train.replay import Speed
@@ -85,11 +85,12 @@ class Setup:
     class_names: list[str]
     data_fingerprint: str
     model: Classifier
+    shared: Shared = field(default_factory=lambda: Shared(keep=False))
     undo: Callable[[], None] | None = None  # of what the stage under way did to the model
 
     def test_feed(self) -> Feed:
         """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
-        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device)
+        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device, self.shared)
 
     @property
     def speed(self) -> Speed:
@@ -113,28 +114,36 @@ class Setup:
         return measure(predict(forward, validation, self.autocast), validation.labels, "val")
 
 
-def open_split(data: Data, split: Split, class_names: list[str], transform: Transform, device: torch.device) -> Feed:
+def open_split(
+    data: Data,
+    split: Split,
+    class_names: list[str],
+    transform: Transform,
+    device: torch.device,
+    shared: Shared | None = None,
+) -> Feed:
     """A whole split as a feed; one that does not have the classes of the model is refused."""
-    images = load_images(data, split)
+    shared = shared or Shared(keep=False)
+    images = shared.images(data, split)
     rows, labels, names = keep_classes(images, np.arange(len(images)), data.classes)
     if names != class_names:
         raise FedsieveError(
             f"data.source: the classes of {data.source} ({split}) are not those of the model: "
             f"{_few(names)} instead of {_few(class_names)}"
         )
-    return Feed(ImageStore(images.images, device, data.placement), transform, rows, labels.to(device))
+    return Feed(shared.store(data, split, images, device), transform, rows, labels.to(device))
 
 
 def _few(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def prepare(experiment: Experiment, display: Display) -> Setup:
-    """Load data and model."""
-    device = preflight(experiment)
+def prepare(experiment: Experiment, display: Display, shared: Shared | None = None) -> Setup:
+    """Load data and model, or take what earlier runs left in `shared`."""
+    device, shared = preflight(experiment), shared or Shared(keep=False)
     set_deterministic(experiment.deterministic)
     data = experiment.data
-    images = load_images(data, "train", display.say)
+    images = shared.images(data, "train", display.say)
     rows, held = hold_out(
         images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
     )
@@ -148,8 +157,9 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
     if not len(train_rows):
         raise FedsieveError(f"data.source: {data.source} leaves no image to train on", 1)
     transform = make_transform(data, *statistics(data, images.images, train_rows))
-    store = ImageStore(images.images, device, data.placement)
-    model = load_classifier(with_weights_file(experiment, display), len(class_names), data.size, experiment.seed)
+    store = shared.store(data, "train", images, device)
+    config = with_weights_file(experiment, display)
+    model = shared.classifier(config, len(class_names), data.size, experiment.seed)
     for stage in experiment.stages:
         if (sieve := experiment.mask_of(stage)) is not None:
             check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))
@@ -163,6 +173,7 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         class_names=class_names,
         data_fingerprint=images.fingerprint,
         model=model.to(device),
+        shared=shared,
     )
 
 
@@ -211,10 +222,15 @@ def fit_stage(
 
 def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
     """Training and validation images as features of the backbone, computed once, as in evaluation."""
-    train, validation = (
-        with_features(feed, setup.model.backbone, EVALUATION_BATCH, setup.autocast) if len(feed) else feed
-        for feed in (setup.train, setup.validation)
-    )
+    backbone, experiment = setup.model.backbone, setup.experiment
+    weights = digest(backbone)
+
+    def featured(feed: Feed) -> Feed:
+        rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
+        key = ("features", weights, setup.data_fingerprint, feed.transform, rows, setup.device, experiment.precision)
+        return setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast))
+
+    train, validation = (featured(feed) if len(feed) else feed for feed in (setup.train, setup.validation))
     return train, validation
 
 
