@@ -701,7 +701,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
 
 def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
     """The experiment in a YAML text; `where` names it in error messages."""
-    tree = parse_yaml(text, where)
+    return make_experiment(parse_yaml(text, where), overrides, where)
+
+
+def make_experiment(tree: Any, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
+    """The experiment in a tree of mappings and lists, as YAML holds it."""
     if tree is None:
         tree = {}
     if not isinstance(tree, Mapping):

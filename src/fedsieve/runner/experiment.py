@@ -75,7 +75,7 @@ def run(
     ):
         hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
         raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
-    preflight(experiment)
+    preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ class _Run:
         self.setup = prepare(self.experiment, self.display, self.shared)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
         self.marks = {
-            "config.yaml": _config_digest(self.experiment),
+            "config.yaml": config_digest(self.experiment),
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
@@ -477,7 +477,7 @@ class _Run:
         write_atomic(self.folder / "predictions.npz", buffer.getvalue())
 
 
-def _config_digest(experiment: Experiment) -> str:
+def config_digest(experiment: Experiment) -> str:
     """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
     incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
     return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()

@@ -35,14 +35,15 @@ from fedsieve.train.sieve import check_sieve
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def preflight(experiment: Experiment) -> torch.device:
+def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.device:
     """Refuse, before a weight or an image is loaded, what cannot run on this machine; gives the device."""
-    device = choose_device(experiment.device)
+    device, shared = choose_device(experiment.device), shared or Shared(keep=False)
     kind_of(experiment.data.source)
     check_backbone(experiment.model)
     if experiment.model.weights not in ("hub", "none", "digits"):
         weights_file(experiment.model)
-    model = blank_model(experiment, classes=2)
+    key = ("blank", experiment.model.model_dump_json(), experiment.data.size)
+    model = shared.once(key, lambda: blank_model(experiment, classes=2))
     for stage in experiment.stages:
         space = ParamSpace.of(model, trainable_names(model, stage.train))
         # How large the head is only the data says: its masks are checked once they are read.
@@ -140,7 +141,8 @@ def _few(names: list[str]) -> str:
 
 def prepare(experiment: Experiment, display: Display, shared: Shared | None = None) -> Setup:
     """Load data and model, or take what earlier runs left in `shared`."""
-    device, shared = preflight(experiment), shared or Shared(keep=False)
+    shared = shared or Shared(keep=False)
+    device = preflight(experiment, shared)
     set_deterministic(experiment.deterministic)
     data = experiment.data
     images = shared.images(data, "train", display.say)
