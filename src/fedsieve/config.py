@@ -590,7 +590,7 @@ def _completed(stage: Any, top: Mapping[str, Any]) -> Any:
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
     """YAML with the two surprises taken out: 1e-3 is a number, and only true and false are booleans."""
 
 
@@ -630,7 +630,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise FedsieveError(f"{where}: not valid YAML: {error}") from None
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper):  # type: ignore[misc]
     """Quotes what the loader would not read as a text."""
 
 

@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class RowSpec(Strict):
 
 
 class FigureSpec(Strict):
-    kind: Literal["lines", "bars", "curves", "scatter", "allocation", "confusion", "predictions", "overlap", "data"]
+    kind: Literal["lines", "dots", "curves", "scatter", "allocation", "confusion", "predictions", "overlap", "data"]
     title: str
     rows: list[str] = Field([], description="default: those of the section")
     x: str | None = Field(None, description="lines: a setting by dotted path, or partition; scatter: a measure")
@@ -201,15 +202,21 @@ def _expanded(item: RowSpec, spec: StudySpec, file: str) -> list[Row]:
     rows = []
     for values in itertools.product(*item.each.values()):
         words = dict(zip(item.each, values, strict=True))
-        own = _filled(item.model_dump(exclude={"each"}), words)
+        own = _filled(item.model_dump(exclude={"each", "label"}), words)
+        label = _filled(item.label or item.name, {key: _spoken(value) for key, value in words.items()})
         if own["base"] is not None and own["base"] not in spec.bases:
             raise FedsieveError(f"{file}: row {own['name']}: no base {own['base']}. There are: {', '.join(spec.bases)}")
         tree = _merged(spec.base, spec.bases[own["base"]] if own["base"] else {})
         settings = {key: _meant(value, spec.words) for key, value in own["set"].items()}
         tree = apply_overrides(tree, _overrides(settings))
         extra = {key: own[key] for key in ("reported", "tune", "search", "seeds", "keep")}
-        rows.append(Row(own["name"], own["label"] or own["name"], tree, **extra))
+        rows.append(Row(own["name"], label, tree, **extra))
     return rows
+
+
+def _spoken(value: Any) -> str:
+    """A value as a label says it: nc5 is Nc=5, least_sensitive two words."""
+    return re.sub(r"\bnc(\d+)\b", r"Nc=\1", re.sub(r"\biid\b", "IID", str(value))).replace("_", " ")
 
 
 def _filled(node: Any, words: Mapping[str, Any]) -> Any:

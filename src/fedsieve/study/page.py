@@ -29,7 +29,7 @@ LABELS = {
     "test_loss": "test loss",
     "val_accuracy": "validation accuracy",
     "best_test_accuracy": "best seen on test",
-    "head.test_accuracy": "test accuracy of the head stage",
+    "head.test_accuracy": "head stage",
     "head.seconds": "head stage",
     "last.seconds": "last stage",
     "seconds": "time",
@@ -54,11 +54,17 @@ LABELS = {
     "personal.head.mean": "own head, mean",
     "jaccard": "Jaccard index",
     "jaccard_chance": "by chance",
+    "jaccard_deep": "Jaccard index, last third of blocks",
+    "jaccard_deepens": "Jaccard index, last third less first",
+    "gain": "gain over the head",
+    "personal_gain": "own model less shared",
     "train_accuracy": "train accuracy",
     "last.active": "active weights",
 }
-SHARES = ("accuracy", ".mean", ".std", ".worst", ".worst_decile", "of_dense", "steadiness")
+SHARES = ("accuracy", "gain", ".mean", ".std", ".worst", ".worst_decile", "of_dense", "steadiness")
 SAMPLE = "sample.npz"
+TILES = 24  # predictions on the page
+WORDS = {"holds": "hold", "does not hold": "do not hold", "cannot be told": "cannot be told", "not run": "not run"}
 
 
 def form(measure: str) -> str:
@@ -90,11 +96,11 @@ def written(value: float | None, measure: str, sign: bool = False) -> str:
             return plus + (duration(value) if value >= 0 else f"-{duration(-value)}")
         case "whole":
             return f"{plus}{value:,.0f}"
-    return f"{plus}{value:.4g}"
+    return f"{plus}{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{plus}{value:.2g}"
 
 
-def axis(measure: str) -> Callable[[float], str]:
-    """Numbers beside an axis."""
+def axis(measure: str) -> Callable[[float], str] | None:
+    """How numbers beside an axis are written; None: as they are."""
     match form(measure):
         case "percent":
             return lambda value: f"{100 * value:g}"
@@ -102,7 +108,7 @@ def axis(measure: str) -> Callable[[float], str]:
             return tick
         case "seconds":
             return lambda value: f"{value:g} s"
-    return lambda value: f"{value:.4g}"
+    return None
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -154,6 +160,10 @@ class Table:
         place = self.measures.index(measure)
         return any(line.cells[place].reported for line in self.lines)
 
+    def is_compared(self, measure: str) -> bool:
+        """Differences are shown of the first measure alone: a table has to fit a page."""
+        return measure == self.measures[0] and self.is_reported(measure)
+
     def is_measured(self, measure: str) -> bool:
         place = self.measures.index(measure)
         return any(line.cells[place].mean is not None for line in self.lines)
@@ -189,7 +199,7 @@ def markdown(table: Table, differ: bool) -> str:
     for measure in table.shown:
         head.append(label(measure))
         if table.is_reported(measure):
-            head += ["reported", "difference"] if differ else ["reported"]
+            head += ["reported", "difference"] if differ and table.is_compared(measure) else ["reported"]
     align += ["---:"] * (len(head) - 2)
     rows = [head, align]
     for line in table.lines:
@@ -198,11 +208,12 @@ def markdown(table: Table, differ: bool) -> str:
         for cell in line.cells:
             if cell.measure not in table.shown:
                 continue
-            spread = "" if cell.spread is None else f" ± {written(cell.spread, cell.measure)}"
+            spread = f" ± {written(cell.spread, cell.measure)}" if cell.spread else ""
             cells.append(f"{written(cell.mean, cell.measure)}{spread}")
             if table.is_reported(cell.measure):
                 cells.append(written(cell.reported.value if cell.reported else None, cell.measure))
-                cells += [written(cell.difference, cell.measure, sign=True)] if differ else []
+                if differ and table.is_compared(cell.measure):
+                    cells.append(written(cell.difference, cell.measure, sign=True))
         rows.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows) + f"\n\n{table.about}\n"
 
@@ -225,6 +236,10 @@ class Section:
     tiles: list[dict[str, Any]] = field(default_factory=list)
     crisp: bool = False
     link: str | None = None
+
+    @property
+    def ran(self) -> bool:
+        return self.table is not None and any(line.result.runs for line in self.table.lines)
 
 
 def write_study(study: Study, out: Path, seeds: int) -> Path:
@@ -251,15 +266,18 @@ def write_study(study: Study, out: Path, seeds: int) -> Path:
         results=results,
         seeds=seeds,
         finished=sum(result.state == "finished" for result in results.values()),
-        missing=[result for result in results.values() if result.state not in ("finished", "not run")],
-        waiting=[result.row.name for result in results.values() if result.state == "not run"],
+        missing=[
+            (result.row.name, f"seed {outcome.seed} {outcome.state}", outcome.reason)
+            for result in results.values()
+            for outcome in result.outcomes
+            if outcome.state not in ("finished", "not run")
+        ],
+        waiting=[result.row.name for result in results.values() if not result.runs],
         verdicts=verdicts,
-        counts={
-            word: sum(v.word == word for v in verdicts)
-            for word in ("holds", "does not hold", "cannot be told", "not run")
-        },
+        counts={words: sum(verdict.word == word for verdict in verdicts) for word, words in WORDS.items()},
         differ=differ,
         foreign=_foreign(study),
+        gives_numbers=any(row.reported for row in study.rows.values()),
         label=label,
         written=written,
         judged=_judged,
@@ -287,7 +305,7 @@ def _section(
             section.link = "data/explore.html" if (out / "data" / "explore.html").exists() else None
         elif item.kind == "predictions":
             run = _first_run(shown)
-            section.tiles = tiles(run.predictions) if run and run.predictions else []
+            section.tiles = tiles(run.predictions)[:TILES] if run and run.predictions else []
             section.crisp = True
         elif svg := _draw(item, shown, reported):
             save(out / "figures" / f"{number + 1}-{place + 1}.svg", svg)
@@ -364,7 +382,7 @@ def _judged(verdict: Verdict) -> str:
 
 def _draw(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str | None:
     """A figure as SVG; None where nothing has run that it would show."""
-    draw = {"lines": _lines, "bars": _bars, "curves": _curves, "scatter": _scatter}.get(item.kind)
+    draw = {"lines": _lines, "dots": _dots, "curves": _curves, "scatter": _scatter}.get(item.kind)
     if draw:
         return draw(item, results, reported)
     run = _first_run(results)
@@ -393,11 +411,12 @@ def _lines(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[
     return figures.lines(series, below, label(item.y), axis(item.y), item.log)
 
 
-def _bars(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str | None:
+def _dots(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str | None:
     points = [_point(None, item, result, reported) for result in results]
     if all(point.mean is None for point in points):
         return None
-    return figures.bars([result.row.label for result in results], points, label(item.y), axis(item.y))
+    names = [result.row.label for result in results]
+    return figures.dots(names, points, label(item.y), lambda value: written(value, item.y), axis(item.y))
 
 
 def _curves(item: FigureSpec, results: Sequence[Result], _: Any) -> str | None:
@@ -428,7 +447,8 @@ def _scatter(item: FigureSpec, results: Sequence[Result], reported: Mapping[tupl
             series.setdefault(name, []).append((result.row.label, x, point))
     if not series:
         return None
-    return figures.scatter(series, label(item.x or "bytes"), label(item.y), axis(item.x or "bytes"), axis(item.y))
+    below = item.x or "bytes"
+    return figures.scatter(series, label(below), label(item.y), axis(below) or "{:g}".format, axis(item.y))
 
 
 def _first_run(results: Sequence[Result]) -> RunFolder | None:
