@@ -465,6 +465,83 @@ def _load_mask(file: Path) -> "Mask":
     return Mask.load(file)
 
 
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A study, or `list`.")] = "list",
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="The study folder, new or begun. Default: studies/NAME.",
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rows",
+            metavar="PATTERN",
+            help="Only rows with such names, `table1/*`; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of every row.")] = 3,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LR,LR...", help="Give every row the best of these rates on validation.", show_default=False
+        ),
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Every row in miniature, with one seed: shows that it runs, nothing else.")
+    ] = False,
+    show_rows: Annotated[bool, typer.Option("--list", help="Print the rows and stop.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Only write tables and page of what is in DIR.")] = False,
+    keep_all: Annotated[
+        bool, typer.Option("--keep-all", help="Keep checkpoints, and every seed's weights and clients' masks.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a study's grid of experiments and write its tables, figures and page: reported beside measured.
+
+    The same command goes on where it was stopped. `fedsieve study list` shows the studies.
+    """
+    from fedsieve.study.definition import STUDIES, load_study
+
+    if name == "list":
+        for known in STUDIES:
+            console.print(f"[bold]{known:16}[/]{escape(load_study(known).spec.title)}", highlight=False, soft_wrap=True)
+        return
+    chosen = load_study(name, overrides or [], _rates(rates), smoke)
+    some = chosen.select(rows or [])
+    if show_rows:
+        for row in some:
+            told = f" [dim](reported: {escape(row.reported)})[/]" if row.reported else ""
+            console.print(f"[bold]{escape(row.name)}[/]  {escape(row.label)}{told}", highlight=False, soft_wrap=True)
+        return
+    from fedsieve.study.grid import run_study, show_study
+
+    folder = out or Path("studies") / (f"{name}-smoke" if smoke else name)
+    if show:
+        page = show_study(name, folder, seeds)
+    else:
+        page = run_study(chosen, folder, some, 1 if smoke else seeds, console, quiet, keep_all)
+    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+def _rates(text: str | None) -> list[float]:
+    try:
+        rates = [float(word) for word in text.split(",")] if text else []
+    except ValueError:
+        rates = [-1.0]
+    if any(not 0 < rate < float("inf") for rate in rates):
+        raise FedsieveError(f"--rates: {text} is not a list of rates such as 0.003,0.01,0.03")
+    return rates
+
+
 @app.command(name="list")
 def list_(
     what: Annotated[

@@ -942,7 +942,7 @@ def _completed(stage: Any, top: Mapping[str, Any]) -> Any:
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
     """YAML with the two surprises taken out: 1e-3 is a number, and only true and false are booleans."""
 
 
@@ -982,7 +982,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise FedsieveError(f"{where}: not valid YAML: {error}") from None
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper):  # type: ignore[misc]
     """Quotes what the loader would not read as a text."""
 
 
@@ -1056,7 +1056,11 @@ def read_config(path: Path) -> str:
 
 def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
     """The experiment in a YAML text; `where` names it in error messages."""
-    tree = parse_yaml(text, where)
+    return make_experiment(parse_yaml(text, where), overrides, where)
+
+
+def make_experiment(tree: Any, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
+    """The experiment in a tree of mappings and lists, as YAML holds it."""
     if tree is None:
         tree = {}
     if not isinstance(tree, Mapping):

@@ -71,6 +71,7 @@ class ClientSpread(Spread):
 
 class Summary(Scores):
     device: str | None = None
+    peak_memory: int | None = None  # bytes on a GPU, images included
     images_per_second: float | None = None
     client_accuracy: ClientSpread | None = None  # of the global model
     personal: dict[str, ClientSpread] = {}  # of clients' own models, by method

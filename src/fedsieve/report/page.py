@@ -51,7 +51,7 @@ def write_report(folder: Path) -> Path:
         watched=_watched(run) if any("test_accuracy" in row for row in run.records) else None,
         curves={name: figure(svg, f"{name} by {run.unit}") for name, svg in drawings.items()},
         classes=classes,
-        tiles=_tiles(run.predictions) if run.predictions else [],
+        tiles=tiles(run.predictions) if run.predictions else [],
         environment=flatten(run.environment) if run.environment else {},
         crisp=run.predictions is not None and max(run.predictions.sample_images.shape[2:], default=0) < TILE,
         folder=shlex.quote(run.name),
@@ -146,7 +146,7 @@ def _classes(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def _tiles(predictions: Predictions) -> list[dict[str, Any]]:
+def tiles(predictions: Predictions) -> list[dict[str, Any]]:
     names = predictions.class_names
     return [
         {

@@ -47,6 +47,7 @@ from fedsieve.runner.federated import (
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, Tick, measure, predict
@@ -58,15 +59,20 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def run(
-    experiment: Experiment, folder: str | Path, display: Display | None = None, page: bool = True
+    experiment: Experiment,
+    folder: str | Path,
+    display: Display | None = None,
+    shared: Shared | None = None,
+    page: bool = True,
 ) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
-    Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later.
+    Runs of one process may hand what they loaded from one to the next in `shared`. Without `page`, no
+    report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later.
     """
     folder, display = Path(folder), display or Display.silent()
     check_free(folder)
-    preflight(experiment)
+    preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +80,7 @@ def run(
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display, page)
+        return _execute(experiment, folder, display, shared, page)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -93,7 +99,9 @@ def check_free(folder: Path) -> None:
         raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
 
 
-def resume(folder: str | Path, display: Display | None = None, page: bool = True) -> dict[str, Any]:
+def resume(
+    folder: str | Path, display: Display | None = None, shared: Shared | None = None, page: bool = True
+) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
@@ -105,7 +113,7 @@ def resume(folder: str | Path, display: Display | None = None, page: bool = True
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display, page)
+    return _execute(experiment, folder, display, shared, page)
 
 
 def _write_page(folder: Path) -> None:
@@ -130,10 +138,12 @@ def read_experiment(folder: Path) -> Experiment:
     return load_config(folder / "config.yaml")
 
 
-def _execute(experiment: Experiment, folder: Path, display: Display, page: bool) -> dict[str, Any]:
+def _execute(
+    experiment: Experiment, folder: Path, display: Display, shared: Shared | None, page: bool
+) -> dict[str, Any]:
     with _only_process(folder), _stop_signals() as signals, display:
         try:
-            summary = _Run(experiment, folder, display, signals).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False)).go()
             if page:
                 _write_page(folder)
             return summary
@@ -160,8 +170,11 @@ def _intact(folder: Path) -> str:
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
-    def __init__(self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals") -> None:
+    def __init__(
+        self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals", shared: Shared
+    ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
+        self.shared = shared
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -179,14 +192,16 @@ class _Run:
         self.clock = time.perf_counter()
         if self.experiment.threads is not None:
             torch.set_num_threads(self.experiment.threads)
-        environment = self.folder / "environment.json"
+        device, environment = choose_device(self.experiment.device), self.folder / "environment.json"
         if not environment.exists():
-            write_json(environment, describe_environment(choose_device(self.experiment.device)))
+            write_json(environment, describe_environment(device))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         saved = load_newest(self.folder / "checkpoints", self.display.say)
-        self.setup = prepare(self.experiment, self.display)
+        self.setup = prepare(self.experiment, self.display, self.shared)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
         self.marks = {
-            "config.yaml": _config_digest(self.experiment),
+            "config.yaml": config_digest(self.experiment),
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
@@ -440,6 +455,7 @@ class _Run:
             **{key: last[key] for key in ("test_accuracy", "test_loss", "val_accuracy", "val_loss", "best_at")},
             "seconds": self.seconds + time.perf_counter() - self.clock,
             "device": device_name(setup.device),
+            "peak_memory": torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else None,
             "train_images": len(setup.train),
             "val_images": len(setup.validation),
             "test_images": 0 if test is None else len(test),
@@ -507,7 +523,7 @@ class _Run:
         write_atomic(self.folder / "predictions.npz", buffer.getvalue())
 
 
-def _config_digest(experiment: Experiment) -> str:
+def config_digest(experiment: Experiment) -> str:
     """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
     incidental: Any = {
         "device": True,
