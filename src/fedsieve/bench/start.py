@@ -109,6 +109,7 @@ def _child(config: str, spawned: float) -> dict[str, float]:
     from fedsieve.runner import experiment as running
     from fedsieve.runner import federated
     from fedsieve.runner import setup as preparing
+    from fedsieve.runner import shared
 
     took = {"import": time.time() - spawned}
     from fedsieve.bench.result import synchronize
@@ -129,7 +130,7 @@ def _child(config: str, spawned: float) -> dict[str, float]:
         return timed
 
     # What is inside the functions of a run is timed in place, so that they are the ones of a run.
-    for module, name in ((preparing, "preflight"), (preparing, "load_classifier"), (federated, "Federated")):
+    for module, name in ((preparing, "preflight"), (shared, "load_classifier"), (federated, "Federated")):
         setattr(module, name, noted(name, getattr(module, name)))
     clock = time.perf_counter()
 
