@@ -107,9 +107,8 @@ def _spawn(folder: Path) -> dict[str, float]:
 def _child(config: str, spawned: float) -> dict[str, float]:
     """Start an experiment up to the end of its second round; seconds by phase."""
     from fedsieve.runner import experiment as running
-    from fedsieve.runner import federated
+    from fedsieve.runner import federated, shared
     from fedsieve.runner import setup as preparing
-    from fedsieve.runner import shared
 
     took = {"import": time.time() - spawned}
     from fedsieve.bench.result import synchronize
