@@ -103,8 +103,11 @@ def run(
 
 def _run(experiment: "Experiment", out: Path | None, dry_run: bool, quiet: bool) -> None:
     if dry_run:
+        from fedsieve.runner.experiment import check_free
         from fedsieve.runner.plan import plan
 
+        if out is not None:
+            check_free(out)
         table = Table("what", "how much", title=f"{experiment.name}: what would happen", title_justify="left")
         for what, how_much in plan(experiment):
             table.add_row(what, how_much)

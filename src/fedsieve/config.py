@@ -45,6 +45,20 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+def _given(model: BaseModel, *names: str) -> list[str]:
+    """Those of some keys that are not at their default: a config that is written out in full has all of them."""
+    return [name for name in names if getattr(model, name) != type(model).model_fields[name].default]
+
+
+def _only_with(model: BaseModel, choice: str, takes: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse keys that the model's `choice` does not take; `takes` says which word of it takes what."""
+    word = getattr(model, choice)
+    every = {name for names in takes.values() for name in names}
+    for name in _given(model, *sorted(every - set(takes.get(word, ())))):
+        users = [user for user, names in takes.items() if name in names]
+        raise ValueError(f"{name} goes with {choice}: {' or '.join(users)}, and {choice} is {word}")
+
+
 class Data(Strict):
     """Which images, how they are split and how they reach the model."""
 
@@ -284,12 +298,27 @@ class Stage(Strict):
         per_round = self.local.steps or self.local.epochs or 1
         return self.epochs or self.rounds or max(1, round((self.budget or 1) / per_round))
 
+    @property
+    def spent(self) -> str | None:
+        """What a budget comes to in whole rounds, in words; None where none is given."""
+        if self.budget is None:
+            return None
+        unit, each = ("steps", self.local.steps) if self.local.steps else ("epochs", self.local.epochs or 1)
+        return f"a budget of {self.budget:,} local {unit} at {each} a round is {self.length:,} rounds, {self.length * each:,} {unit}"
+
     @model_validator(mode="after")
     def _check(self) -> "Stage":
         if self.epochs is not None and self.warmup_epochs > self.epochs:
             raise ValueError(f"warmup_epochs ({self.warmup_epochs:g}) is longer than the stage ({self.epochs} epochs)")
         if self.rounds and self.budget:
             raise ValueError("rounds and budget both say how long the stage is: give one")
+        if (self.rounds or self.budget) and self.warmup_rounds > self.length:
+            raise ValueError(f"warmup_rounds ({self.warmup_rounds}) is longer than the stage ({self.length} rounds)")
+        stepwise = ("local", "batch_size", "optimizer", "schedule", "warmup_epochs", "warmup_rounds", "early_stopping")
+        if self.method == "ridge" and (ignored := _given(self, *stepwise)):
+            raise ValueError(f"{ignored[0]} goes with method: sgd; ridge solves for the head at once")
+        if self.method == "sgd" and _given(self, "ridge"):
+            raise ValueError("ridge goes with method: ridge, and method is sgd")
         if self.method == "ridge" and self.train != "head":
             raise ValueError("method: ridge solves for a head: it goes with train: head")
         if self.method == "ridge" and (self.sparse or self.mask):
@@ -333,6 +362,18 @@ class Server(Strict):
     beta2: Fraction = Field(0.99, description="of adam and yogi")
     tau: Rate = Field(1e-3, description="of adam, yogi and adagrad: what is added to the root")
     schedule: Literal["cosine", "constant"] = Field("constant", description="of the server's rate over rounds")
+    momentum_correction: Literal["keep", "scale", "reset"] = Field(
+        "keep",
+        description="with mask.refresh, what becomes of the momentum of weights that stay in the mask: all, the share of the "
+        "new mask that was in the old one, or nothing; weights new to it begin without",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Server":
+        adaptive = ("momentum", "beta2", "tau", "momentum_correction")
+        takes = {"momentum": ("momentum", "momentum_correction"), "adam": adaptive, "yogi": adaptive}
+        _only_with(self, "optimizer", takes | {"adagrad": ("momentum", "tau", "momentum_correction")})
+        return self
 
 
 class Correction(Strict):
@@ -342,6 +383,11 @@ class Correction(Strict):
     mu: Annotated[float, Field(ge=0)] = Field(0.01, description="fedprox: weight of the distance to the global model")
     beta: Annotated[float, Field(ge=0)] = Field(1.0, description="fedntd: weight of the distillation")
     tau: Rate = Field(1.0, description="fedntd: its temperature")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Correction":
+        _only_with(self, "kind", {"fedprox": ("mu",), "fedntd": ("beta", "tau")})
+        return self
 
 
 class Failures(Strict):
@@ -383,18 +429,12 @@ class Personal(Strict):
 
 
 class Kinded(Strict):
-    """Settings of which the kind alone may be given, and whose other settings each go with some kinds."""
+    """Settings of which the kind alone may be given."""
 
     @model_validator(mode="before")
     @classmethod
     def _kind_alone(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
-
-    def _check_taken(self, takes: Mapping[str, tuple[str, ...]]) -> None:
-        """Refuse a setting that was changed, but goes with other kinds than this."""
-        for name, kinds in takes.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:  # type: ignore[attr-defined]
-                raise ValueError(f"{name} goes with kind: {' or '.join(kinds)}, not with {self.kind}")  # type: ignore[attr-defined]
 
 
 class Aggregator(Kinded):
@@ -412,9 +452,8 @@ class Aggregator(Kinded):
 
     @model_validator(mode="after")
     def _check(self) -> "Aggregator":
-        self._check_taken(
-            {"share": ("trimmed_mean",), "f": ("krum", "multi_krum"), "m": ("multi_krum",), "limit": ("norm_bound",)}
-        )
+        takes = {"trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m"), "norm_bound": ("limit",)}
+        _only_with(self, "kind", takes)
         return self
 
 
@@ -430,7 +469,7 @@ class Attack(Kinded):
 
     @model_validator(mode="after")
     def _check(self) -> "Attack":
-        self._check_taken({"factor": ("sign_flip", "gaussian_noise")})
+        _only_with(self, "kind", {"sign_flip": ("factor",), "gaussian_noise": ("factor",)})
         return self
 
 
@@ -439,7 +478,7 @@ class Federation(Strict):
 
     clients: Positive | None = Field(None, description="default 100; a natural partition brings its own number")
     partition: Partition = Partition()
-    cohort: Annotated[int, Field(ge=1)] | Share = Field(0.1, description="clients per round: a share, or a number")
+    cohort: int | float = Field(0.1, description="clients per round: a share, or a number")
     weighting: Literal["examples", "uniform"] = "examples"
     divide_by: Literal["holders", "all"] = Field(
         "holders", description="where clients train different weights: by the weight of those who hold one, or of all"
@@ -459,12 +498,27 @@ class Federation(Strict):
     blend: bool = Field(False, description="Fisher blending: clients mix what they receive with their own last weights")
     personal: Personal | None = None
 
+    @field_validator("cohort", mode="before")
+    @classmethod
+    def _share_or_number(cls, cohort: Any) -> Any:
+        whole = isinstance(cohort, int) and not isinstance(cohort, bool) and cohort >= 1
+        if whole or (isinstance(cohort, float) and 0 < cohort <= 1):
+            return cohort
+        raise ValueError(
+            f"a whole number of clients, 1 or more, or a share above 0 and up to 1.0 (0.1: a tenth), got {cohort!r}"
+        )
+
     @model_validator(mode="after")
     def _check(self) -> "Federation":
         if self.clients is not None and self.partition.kind == "natural":
             raise ValueError("a natural partition brings its own number of clients: drop clients")
         if self.devices and abs(sum(device.share for device in self.devices) - 1) > 1e-6:
             raise ValueError("devices: their shares must add up to 1")
+        if self.failures.deadline is not None and not any(device.delay for device in self.devices):
+            raise ValueError(
+                "failures.deadline is for devices that take their time, and none does: give devices a delay, such as "
+                "devices: [{delay: 10}]"
+            )
         return self
 
 
@@ -483,6 +537,8 @@ class Message(Strict):
             raise ValueError("down: sign keeps no weights, only directions; it goes with up")
         if self.top_k is not None and self.up == "coo":
             raise ValueError("up: coo is kept as the reports count it; top_k goes with the other formats")
+        if _given(self, "group") and not {self.up, self.down} & {"int8", "int4", "sign"}:
+            raise ValueError("group goes with int8, int4 and sign, and neither up nor down is one of them")
         return self
 
 
@@ -531,10 +587,8 @@ class Privacy(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Privacy":
-        for kind, names in {"secagg": ("threshold", "bits", "bound"), "zero_sum": ("pad_scale", "pad_offset")}.items():
-            for name in names:
-                if self.aggregation != kind and getattr(self, name) != Privacy.model_fields[name].default:
-                    raise ValueError(f"{name} goes with aggregation: {kind}, not with {self.aggregation}")
+        takes = {"secagg": ("threshold", "bits", "bound"), "zero_sum": ("pad_scale", "pad_offset")}
+        _only_with(self, "aggregation", takes)
         return self
 
 
@@ -615,15 +669,15 @@ class Experiment(Strict):
         for stage in self.stages:
             self._check_length(stage)
         if self.federation is None:
-            for name in ("message", "privacy", "clients_at_once"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} goes with a federation, and none is given")
+            for name in _given(self, "message", "privacy", "clients_at_once"):
+                raise ValueError(f"{name} goes with a federation, and none is given")
             for sieve in filter(None, map(self.mask_of, self.stages)):
-                for name in ("scope", "clients", "refresh", "start_sparsity"):
-                    if getattr(sieve, name) != Sieve.model_fields[name].default:
-                        raise ValueError(f"mask.{name} goes with a federation, and none is given")
+                for name in _given(sieve, "scope", "clients", "refresh", "start_sparsity"):
+                    raise ValueError(f"mask.{name} goes with a federation, and none is given")
             if self.executor != "auto":
                 raise ValueError(f"executor: {self.executor} runs a cohort of clients, but no federation is given")
+        elif self.executor == "sequential" and self.clients_at_once:
+            raise ValueError("clients_at_once goes with executor: stacked; sequential trains one client after another")
         self._check_parts()
         if self.federation is not None:
             self._check_federation(self.federation)
@@ -654,6 +708,11 @@ class Experiment(Strict):
                 if getattr(stage, name) is not None:
                     raise ValueError(f"{where}.{name}: a ridge head is solved in one round: drop it")
             return
+        if central and _given(stage, "warmup_rounds", "local"):
+            key, instead = ("warmup_rounds", "warmup_epochs") if stage.warmup_rounds else ("local", "epochs")
+            raise ValueError(f"{where}.{key} goes with a federation, and none is given: say {instead}")
+        if not central and stage.warmup_epochs:
+            raise ValueError(f"{where}.warmup_epochs: in a federation the rate warms up by rounds: say warmup_rounds")
         if central and stage.epochs is None:
             raise ValueError(f"{where}.epochs: required, but not given")
         if central and (stage.rounds or stage.budget):
@@ -686,14 +745,30 @@ class Experiment(Strict):
                 "federation.personal.methods: blend mixes in weights that clients keep from the last stage's rounds: it "
                 "needs federation.blend: true and a last stage that is not solved by ridge"
             )
-        for sieve in sieves:
-            if sieve.refresh and sieve.scope == "client":
-                raise ValueError("mask.refresh goes with a shared or public mask")
-            if sieve.start_sparsity is not None and sieve.refresh is None:
-                raise ValueError("mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask")
+        for stage in self.stages:
+            if (sieve := self.mask_of(stage)) is not None:
+                self._check_sieve(stage, sieve)
+        if _given(federation.server, "momentum_correction") and not any(sieve.refresh for sieve in sieves):
+            raise ValueError("federation.server.momentum_correction goes with mask.refresh: no mask ever changes")
         for wrong, why in trust_conflicts(self, federation):
             if wrong:
                 raise ValueError(why)
+
+    def _check_sieve(self, stage: Stage, sieve: Sieve) -> None:
+        """In a federation."""
+        if sieve.refresh and sieve.scope == "client":
+            raise ValueError("mask.refresh goes with a shared or public mask")
+        if sieve.refresh and sieve.refresh >= stage.length:
+            raise ValueError(
+                f"mask.refresh: stage {stage.name} is over after {stage.length} rounds, before {sieve.refresh} have passed "
+                "and a new mask is due"
+            )
+        if sieve.start_sparsity is not None and sieve.refresh is None:
+            raise ValueError("mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask")
+        if sieve.clients and sieve.scope != "shared":
+            raise ValueError(f"mask.clients says how many score a shared mask, and mask.scope is {sieve.scope}")
+        if sieve.clients and sieve.rule in ("low_magnitude", "high_magnitude", "random"):
+            raise ValueError(f"mask.clients says how many score, and mask.rule {sieve.rule} needs no scores of theirs")
 
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""
@@ -978,6 +1053,8 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overri
     lines = []
     for problem in error.errors():
         keys, model = _locate(problem["loc"])
+        if _is_inherited(keys, tree):
+            continue
         key = ".".join(_named(keys, tree))
         paths = (key, ".".join(map(str, keys)))
         given = any(f"{path}.".startswith(f"{override}.") for path in paths for override in overridden)
@@ -985,6 +1062,13 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overri
         text = _sentence(problem, keys, model)
         lines.append(f"{place}: {key}: {text}" if key else f"{place}: {text}")
     return lines
+
+
+def _is_inherited(keys: list[int | str], tree: Mapping[str, Any]) -> bool:
+    """Whether a problem in a stage's mask comes from the mask at the top, where it is told already."""
+    if len(keys) < 4 or keys[0] != "stages" or keys[2] != "mask" or not isinstance(tree.get("mask"), Mapping):
+        return False
+    return keys[3] not in tree["stages"][keys[1]]["mask"] and keys[3] in tree["mask"]
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[list[int | str], type[BaseModel]]:

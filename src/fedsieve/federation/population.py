@@ -1,5 +1,6 @@
 """Who takes part: the clients, what their devices can do, which are chosen, and what goes wrong."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,7 +42,7 @@ class Population:
         share, sizes = self.settings.client_validation, self.shards.sizes
         return np.clip(np.rint(share * sizes).astype(np.int64), int(share > 0), sizes - 1)
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """How many images each client trains on, (K,)."""
         return self.shards.sizes - self.held
@@ -93,18 +94,32 @@ class Population:
     def fate(self, stage: str, round: int, client: int) -> str:
         """What becomes of a chosen client in a round: "ok", "unavailable", "crash", "late" or "corrupt"."""
         failures = self.settings.failures
-        device = self.device(client)
-        if not (failures.unavailable or failures.crash or failures.corrupt or (failures.deadline and device.delay)):
+        if not (failures.unavailable or failures.crash or failures.corrupt or failures.deadline):
             return "ok"
-        rng = generator(self.seed, "failures", stage, round, client)
-        unavailable, crash, corrupt = rng.random(3)
+        unavailable, crash, corrupt = generator(self.seed, "failures", stage, round, client).random(3)
         if unavailable < failures.unavailable:
             return "unavailable"
         if crash < failures.crash:
             return "crash"
-        if failures.deadline is not None and rng.exponential(device.delay) > failures.deadline:
+        if failures.deadline is not None and self.delay(stage, round, client) > failures.deadline:
             return "late"
         return "corrupt" if corrupt < failures.corrupt else "ok"
+
+    def delay(self, stage: str, round: int, client: int) -> float:
+        """Simulated seconds that a client takes to answer."""
+        mean = self.device(client).delay
+        return float(generator(self.seed, "delay", stage, round, client).exponential(mean)) if mean else 0.0
+
+    def waiting(self, stage: str, round: int, fates: Mapping[int, str]) -> float:
+        """Simulated seconds from the broadcast to the last reply, or to the deadline, if somebody is late or silent."""
+        deadline = self.settings.failures.deadline
+        waits = [0.0]
+        for client, fate in fates.items():
+            if fate in ("late", "crash"):
+                waits.append(deadline or 0.0)  # without one, a crash is noticed at once
+            elif fate != "unavailable":
+                waits.append(self.delay(stage, round, client))
+        return max(waits)
 
 
 def make_population(

@@ -25,7 +25,7 @@ from fedsieve.federation.calibrate import client_mask, is_due, nested_tiers, one
 from fedsieve.federation.channel import EXACT
 from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor
 from fedsieve.federation.secure import PAD, Losses, losses, secure_mean, zero_sum_mean
-from fedsieve.federation.server import carried, server_step
+from fedsieve.federation.server import after_new_mask, server_step
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import Update, private_mean, robust_mean, sum_over_clients, weighted_mean
 from fedsieve.federation.work import Work, local_work
@@ -163,7 +163,11 @@ class Federated:
             wasted = [client for client in trains if client not in refused]
             self.channel.silence("update", wasted, number, "up", TOO_FEW)
             refused |= dict.fromkeys(wasted, TOO_FEW)
-        return self._record(effort, rate, len(cohort), replies, refused)
+        record = self._record(effort, rate, len(cohort), replies, refused)
+        if any(device.delay for device in self.settings.devices):
+            record["simulated_seconds"] = self.population.waiting(stage.name, number, fates)
+            self.state.simulated_seconds += record["simulated_seconds"]
+        return record
 
     def _mean(self, updates: Iterator[Update], most: int) -> tuple[Tensor | None, int]:
         """One update from those of all clients, and how many came; None where they are too few for the aggregator."""
@@ -425,10 +429,7 @@ class Federated:
             state.ranks = scores[mask.indices()]
         if old is not None:
             new = mask.indices().to(self.device)
-            state.server = {
-                name: carried(values, old, new, self.settings.server.tau**2 if name == "second" else 0.0)
-                for name, values in state.server.items()
-            }
+            state.server = after_new_mask(self.settings.server, state.server, old, new)
         self._use(mask)
         self.context.keep_mask("" if generation == 0 else f"round-{state.round + 1}", mask)
 

@@ -46,6 +46,7 @@ class ServerState:
     chosen: dict[str, float] = field(default_factory=dict)
     calibration_seconds: float = 0.0
     seconds: float = 0.0
+    simulated_seconds: float = 0.0  # that the server would have waited for clients
     clients_at_once: int | None = None
     done: bool = False
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from fedsieve.config import Experiment, Sieve, Stage
-from fedsieve.data.sources import load_column
+from fedsieve.federation.population import Population
 from fedsieve.federation.ridge import SCALES, statistics_space
 from fedsieve.federation.secure import EXPONENTS, MOST
 from fedsieve.mask.calibration import RULES, densities
@@ -25,19 +25,11 @@ class People:
     clients: int
     trainers: int
     cohort: int
+    rate: float  # the share of trainers in a round
 
     @classmethod
-    def of(cls, experiment: Experiment) -> "People":
-        settings = experiment.federation
-        assert settings is not None
-        clients = settings.clients or 100
-        if settings.partition.kind == "natural":
-            assert settings.partition.column is not None
-            clients = len(np.unique(load_column(experiment.data, "train", settings.partition.column)))
-        trainers = max(1, clients - round(settings.held_out * clients))
-        share = settings.cohort
-        cohort = share if isinstance(share, int) else max(1, round(share * trainers))
-        return cls(clients, trainers, min(cohort, trainers))
+    def of(cls, population: Population) -> "People":
+        return cls(len(population), population.trainers, population.cohort_size, population.rate)
 
     def met(self, rounds: float) -> float:
         """How many different clients take part in so many rounds, on average."""

@@ -61,12 +61,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json)."""
     folder, display = Path(folder), display or Display.silent()
-    # A process killed before its first file was whole leaves only that file's hidden beginning.
-    if folder.exists() and (
-        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
-    ):
-        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
-        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
+    check_free(folder)
     preflight(experiment)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
@@ -82,6 +77,16 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
         if error.exit_code == 2 and not begun:
             shutil.rmtree(folder, ignore_errors=True)  # a wrong request: nothing was done that is worth keeping
         raise
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder that a new run cannot have."""
+    # A process killed before its first file was whole leaves only that file's hidden beginning.
+    if folder.exists() and (
+        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
+    ):
+        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
+        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
 
 
 def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:

@@ -24,12 +24,13 @@ from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
+from fedsieve.federation.sums import check_numbers
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account, bound_key, load_or_make_key
-from fedsieve.runner.setup import Setup, feature_feeds
+from fedsieve.runner.setup import Setup, chosen_executor, feature_feeds
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.sieve import reached_sparsity
@@ -40,15 +41,22 @@ CLIENTS = "clients.npz"
 PERSONAL = "personal.npz"
 
 
-def populate(experiment: Experiment, setup: Setup) -> Population:
-    """Deal the training images to clients."""
+def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Population:
+    """Deal training images to clients: their `labels`, and which `rows` of the source they are."""
     settings = experiment.federation
     assert settings is not None
     groups = None
     if settings.partition.kind == "natural":
         assert settings.partition.column is not None
-        groups = load_column(experiment.data, "train", settings.partition.column)[setup.train.rows]
-    return make_population(settings, setup.train.labels.cpu().numpy(), experiment.seed, groups)
+        groups = load_column(experiment.data, "train", settings.partition.column)[rows]
+    population = make_population(settings, labels, experiment.seed, groups)
+    if population.cohort_size < settings.minimum_replies:
+        raise FedsieveError(
+            f"federation.minimum_replies: {settings.minimum_replies} replies cannot come from a cohort of "
+            f"{population.cohort_size}"
+        )
+    check_numbers(experiment, population.cohort_size, population.trainers)
+    return population
 
 
 def make_context(
@@ -68,10 +76,7 @@ def make_context(
     Under differential privacy, `mark` stands for the settings that the noise belongs to, and `given` is what the account said
     when the run was left.
     """
-    kind = experiment.executor
-    if kind == "auto":
-        kind = "stacked" if setup.device.type == "cuda" else "sequential"
-    population, account = populate(experiment, setup), None
+    population, account = populate(experiment, setup.train.labels.cpu().numpy(), setup.train.rows), None
     if experiment.privacy.dp is not None:
         key = bound_key(load_or_make_key(folder / "checkpoints" / "dp.key", resumed=bool(given)), mark)
         account = Account(experiment, population.rate, population.trainers, key, given or {})
@@ -82,7 +87,7 @@ def make_context(
             rows = torch.from_numpy(population.examples(client)).to(labels.device)
             labels[rows] = label_flip(labels[rows], len(setup.class_names))
         setup.train = replace(setup.train, labels=labels)
-    context = Context(
+    return Context(
         experiment=experiment,
         population=population,
         model=setup.model,
@@ -91,18 +96,12 @@ def make_context(
         validation=setup.validation,
         autocast=setup.autocast,
         speed=setup.speed,
-        executor=kind,
+        executor=chosen_executor(experiment, setup.device),
         ledger=Ledger(folder / "ledger.csv", offset, digest),
         store=ClientStore(folder / "clients", versions),
         account=account,
         say=say,
     )
-    if context.population.cohort_size < context.population.settings.minimum_replies:
-        raise FedsieveError(
-            f"federation.minimum_replies: {context.population.settings.minimum_replies} replies cannot come from a cohort "
-            f"of {context.population.cohort_size}"
-        )
-    return context
 
 
 def fit_rounds(
@@ -127,6 +126,8 @@ def fit_rounds(
         return setup.validate(forward, validation) | watch()
 
     context.keep_mask = keep_mask
+    if state is None and (told := stage.spent):
+        context.say(f"{stage.name}: {told}")
     federated = Federated(context, stage, space, forward, theta, train, validate, state)
     return space, federated.state, federated.rounds()
 
@@ -237,6 +238,8 @@ def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, se
     described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
     described["dense"] = ParamSpace.of(setup.model, dense_names(setup.model, stage.train)).size
     described |= {key: value for key, value in state.chosen.items() if key.startswith("client_val_")}
+    if state.simulated_seconds:
+        described["simulated_seconds"] = state.simulated_seconds
     sieve = experiment.mask_of(stage)
     if sieve is None:
         return described

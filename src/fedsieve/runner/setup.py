@@ -16,8 +16,8 @@ from fedsieve.data.splits import hold_out
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.calibrate import check_tiers
 from fedsieve.federation.personal import norm_names
-from fedsieve.federation.sums import check_numbers
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.adapters import check_reached
@@ -26,7 +26,6 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier, weights_file
 from fedsieve.randomness import generator
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
-from fedsieve.runner.estimate import People
 from fedsieve.runner.progress import Display
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
@@ -40,6 +39,10 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 def preflight(experiment: Experiment) -> torch.device:
     """Refuse, before a weight or an image is loaded, what cannot run on this machine; gives the device."""
     device = choose_device(experiment.device)
+    if experiment.clients_at_once and chosen_executor(experiment, device) == "sequential":
+        raise FedsieveError(
+            f"clients_at_once goes with executor: stacked, and on {device.type} auto is sequential: say executor: stacked"
+        )
     kind_of(experiment.data.source)
     check_backbone(experiment.model)
     if experiment.model.weights not in ("hub", "none", "digits"):
@@ -52,18 +55,23 @@ def preflight(experiment: Experiment) -> torch.device:
             name.startswith("head.") for name in space.names
         ):
             check_sieve(sieve, model, space)
+            check_tiers(sieve, experiment.federation.devices if experiment.federation else (), model, space)
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)
-    if experiment.federation:
-        people = People.of(experiment)
-        check_numbers(experiment, people.cohort, people.trainers)
     if experiment.privacy.dp and device.type == "cuda" and not experiment.deterministic:
         raise FedsieveError(
             "privacy.dp: a run that is resumed must repeat its rounds bit for bit, since it repeats their noise. On a GPU that "
             "takes deterministic: true"
         )
     return device
+
+
+def chosen_executor(experiment: Experiment, device: torch.device) -> str:
+    """What trains a cohort: sequential or stacked."""
+    if experiment.executor == "auto":
+        return "stacked" if device.type == "cuda" else "sequential"
+    return experiment.executor
 
 
 def blank_model(experiment: Experiment, classes: int) -> Classifier:
@@ -145,13 +153,7 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
     set_deterministic(experiment.deterministic)
     data = experiment.data
     images = load_images(data, "train", display.say)
-    rows, held = hold_out(
-        images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
-    )
-    if data.val_fraction and not len(held):
-        raise FedsieveError(
-            f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on"
-        )
+    rows, held = split_rows(experiment, images.labels.numpy())
     # Split first, choose classes second: the split is then the same whatever the classes.
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
@@ -174,6 +176,17 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         data_fingerprint=images.fingerprint,
         model=model.to(device),
     )
+
+
+def split_rows(experiment: Experiment, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to train on, and those to validate on."""
+    data = experiment.data
+    rows, held = hold_out(labels, data.val_fraction, data.stratified, generator(experiment.seed, "validation split"))
+    if data.val_fraction and not len(held):
+        raise FedsieveError(
+            f"data.val_fraction: {data.val_fraction:g} of {len(labels)} images leaves none to validate on"
+        )
+    return rows, held
 
 
 def statistics(data: Data, images: Tensor, rows: np.ndarray) -> Statistics:
