@@ -479,6 +479,9 @@ class Federation(Strict):
     clients: Positive | None = Field(None, description="default 100; a natural partition brings its own number")
     partition: Partition = Partition()
     cohort: int | float = Field(0.1, description="clients per round: a share, or a number")
+    sampling: Literal["independent", "shuffled"] = Field(
+        "independent", description="each round's cohort drawn anew, or every client once before any comes twice"
+    )
     weighting: Literal["examples", "uniform"] = "examples"
     divide_by: Literal["holders", "all"] = Field(
         "holders", description="where clients train different weights: by the weight of those who hold one, or of all"
@@ -612,6 +615,9 @@ class Experiment(Strict):
     threads: Positive | None = Field(
         None, description="CPU threads; small networks are fastest, and repeat anywhere, on 1"
     )
+    test: bool = Field(
+        True, description="open the test set at the end; false while settings are chosen, as in a sweep's trials"
+    )
     test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
     data: Data = Data()
     model: Model = Model()
@@ -655,6 +661,8 @@ class Experiment(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'stages: two are named "{name}"; every stage needs its own name')
+        if self.test_curve and not self.test:
+            raise ValueError("test_curve tests after every epoch, but test is false. Drop one of them")
         for stage in self.stages:
             held = self.data.val_fraction or (self.federation and self.federation.client_validation)
             if stage.early_stopping and not held:
@@ -748,6 +756,9 @@ class Experiment(Strict):
         for stage in self.stages:
             if (sieve := self.mask_of(stage)) is not None:
                 self._check_sieve(stage, sieve)
+        for wrong, why in trust_conflicts(self, federation):
+            if wrong:
+                raise ValueError(why)
         if _given(federation.server, "momentum_correction") and not any(sieve.refresh for sieve in sieves):
             raise ValueError("federation.server.momentum_correction goes with mask.refresh: no mask ever changes")
         for wrong, why in trust_conflicts(self, federation):
@@ -767,7 +778,7 @@ class Experiment(Strict):
             raise ValueError("mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask")
         if sieve.clients and sieve.scope != "shared":
             raise ValueError(f"mask.clients says how many score a shared mask, and mask.scope is {sieve.scope}")
-        if sieve.clients and sieve.rule in ("low_magnitude", "high_magnitude", "random"):
+        if sieve.clients and not sieve.scored:
             raise ValueError(f"mask.clients says how many score, and mask.rule {sieve.rule} needs no scores of theirs")
 
     def mask_of(self, stage: Stage) -> Sieve | None:
@@ -859,6 +870,10 @@ def trust_conflicts(experiment: Experiment, federation: Federation) -> list[tupl
                 "privacy.dp counts every client once: set federation.weighting: uniform",
             ),
             (
+                federation.sampling == "shuffled",
+                "privacy.dp draws every client on its own in each round, which federation.sampling: shuffled does not: drop it",
+            ),
+            (
                 federation.minimum_replies > 1,
                 "privacy.dp gives out noise in every round, whoever answers: drop federation.minimum_replies",
             ),
@@ -921,7 +936,7 @@ def _completed(stage: Any, top: Mapping[str, Any]) -> Any:
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
     """YAML with the two surprises taken out: 1e-3 is a number, and only true and false are booleans."""
 
 
@@ -961,7 +976,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise FedsieveError(f"{where}: not valid YAML: {error}") from None
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper):  # type: ignore[misc]
     """Quotes what the loader would not read as a text."""
 
 
@@ -1014,9 +1029,13 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """The experiment in the YAML file `path`, with `key=value` overrides applied."""
-    path = Path(path)
+    return parse_config(read_config(Path(path)), overrides, where=str(path))
+
+
+def read_config(path: Path) -> str:
+    """The text of an experiment's YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FedsieveError(
             f"{path}: no such file. `fedsieve demo --show` prints an experiment to start from"
@@ -1027,12 +1046,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
         raise FedsieveError(f"{path}: not a text file; an experiment is a YAML file") from None
     except OSError as error:
         raise FedsieveError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_config(text, overrides, where=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
     """The experiment in a YAML text; `where` names it in error messages."""
-    tree = parse_yaml(text, where)
+    return make_experiment(parse_yaml(text, where), overrides, where)
+
+
+def make_experiment(tree: Any, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
+    """The experiment in a tree of mappings and lists, as YAML holds it."""
     if tree is None:
         tree = {}
     if not isinstance(tree, Mapping):

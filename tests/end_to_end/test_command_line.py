@@ -238,7 +238,7 @@ def test_list_shows_what_a_config_may_say(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "demo", "run", "resume", "evaluate", "export", "explore", "report", "list", "bench"]
+    "command", ["", "demo", "run", "resume", "evaluate", "export", "explore", "report", "sweep", "list", "bench"]
 )
 def test_help_is_everywhere(command, capsys):
     assert fedsieve(*command.split(), "--help") == 0

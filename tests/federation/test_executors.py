@@ -211,6 +211,19 @@ def test_steps_take_batches_from_as_many_epochs_as_they_need():
     assert local_work(0, np.arange(7), Local(epochs=4), 4, task.feed, 1, "s", 0, share=0.25).steps == 2
 
 
+def test_checking_whether_a_network_stacks_compiles_nothing():
+    task = make_task(double=False)
+    support = torch.arange(task.space.offsets[8], task.space.size)  # blocks and what follows: no bare tokens
+    stack = Stack(task.model, task.space, support, clients=2)
+    assert not stack.raw
+
+    def compiled(inputs):
+        raise AssertionError("the check went through the compiled network")
+
+    stack.network = compiled
+    stack.check(task.feed.batch(np.arange(2))[0])
+
+
 @pytest.mark.parametrize(("kind", "clients"), [("sequential", 1), ("stacked", 2), ("stacked", 3)])
 def test_rows_are_made_for_as_many_clients_as_train_at_a_time(kind, clients):
     """What differs between clients takes memory for those who train now, not for the cohort."""

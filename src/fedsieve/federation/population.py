@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Population:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """How many images each client trains on, (K,)."""
+        """How many images each client trains on, (K,). Kept, since rounds ask for it, and must not cost what all clients do."""
         return self.shards.sizes - self.held
 
     @property
@@ -79,6 +79,12 @@ class Population:
         """The clients of a round, ascending, drawn without replacement; by a secret, each on its own."""
         if self.secret is not None:
             return self.trainer(poisson_cohort(self.secret, self.trainers, self.rate, stage, round))
+        if self.settings.sampling == "shuffled":
+            rounds = self.trainers // self.cohort_size  # of a pass; the few whom it leaves over are others each time
+            first = round % rounds * self.cohort_size
+            return self.trainer(
+                np.sort(_shuffled(self.seed, stage, round // rounds, self.trainers)[first : first + self.cohort_size])
+            )
         rng = generator(self.seed, "cohort", stage, round)
         return self.trainer(np.sort(rng.choice(self.trainers, self.cohort_size, replace=False, shuffle=False)))
 
@@ -120,6 +126,12 @@ class Population:
             elif fate != "unavailable":
                 waits.append(self.delay(stage, round, client))
         return max(waits)
+
+
+@lru_cache(maxsize=2)
+def _shuffled(seed: int, stage: str, number: int, trainers: int) -> np.ndarray:
+    """The order in which a pass over all clients calls them."""
+    return generator(seed, "pass", stage, number).permutation(trainers)
 
 
 def make_population(

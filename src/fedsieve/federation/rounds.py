@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Sieve, Stage
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation.attacks import instead
 from fedsieve.federation.blending import blended, tell_shares
 from fedsieve.federation.calibrate import client_mask, is_due, nested_tiers, one_mask, sieve_at
@@ -27,7 +27,7 @@ from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Train
 from fedsieve.federation.secure import PAD, Losses, losses, secure_mean, zero_sum_mean
 from fedsieve.federation.server import after_new_mask, server_step
 from fedsieve.federation.state import Context, ServerState
-from fedsieve.federation.sums import Update, private_mean, robust_mean, sum_over_clients, weighted_mean
+from fedsieve.federation.sums import Update, pieces, private_mean, robust_mean, sum_over_clients, weighted_mean
 from fedsieve.federation.work import Work, local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.overlap import block_of
@@ -288,7 +288,8 @@ class Federated:
                 moved = torch.stack([row if old is None else row + old for row, old in zip(moved, kept, strict=True)])
             for members, over, places in self._groups(clients):
                 rows = torch.tensor([clients.index(client) for client in members], device=self.device)
-                values = moved[rows] if places is None else moved[rows][:, places]
+                mine = moved if len(members) == len(clients) else moved[rows]
+                values = mine if places is None else mine[:, places]
                 enclose = self.own_masks and members[0] not in self.state.given
                 ns = self.population.sizes[members].tolist()
                 replies = self.channel.up(
@@ -354,11 +355,10 @@ class Federated:
 
     def _diverged(self, number: int) -> NoReturn:
         name = self.stage.name
-        raise FedsieveError(
+        raise Diverged(
             f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
             f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
-            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm",
-            1,
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm"
         )
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:
@@ -706,7 +706,7 @@ class Effort:
 
         A client that went astray is left out; its message will be refused.
         """
-        squares = torch.stack([moved[:, first:last].double().square().sum(1) for _, first, last in spans])
+        squares = torch.stack([_squares(moved, first, last) for _, first, last in spans])
         sound = squares.sum(0).isfinite() & sums.isfinite().all(1)
         squares = squares[:, sound]
         loss, correct, images = sums[sound].sum(0).tolist()
@@ -720,6 +720,13 @@ class Effort:
             self.drift_by_block[name] = self.drift_by_block.get(name, 0.0) + distance
         self.drift += drift
         self.trained += squares.shape[1]
+
+
+def _squares(moved: Tensor, first: int, last: int) -> Tensor:
+    """The sum of squares of columns first to last of (clients, k), in float64."""
+    return torch.stack(
+        [moved[:, part].double().square().sum(1) for part in pieces(last - first, moved.device, first)]
+    ).sum(0)
 
 
 def _block_spans(space: ParamSpace, support: Tensor | None) -> list[tuple[str, int, int]]:

@@ -26,13 +26,17 @@ class People:
     trainers: int
     cohort: int
     rate: float  # the share of trainers in a round
+    shuffled: bool = False  # nobody comes twice before all came once
 
     @classmethod
     def of(cls, population: Population) -> "People":
-        return cls(len(population), population.trainers, population.cohort_size, population.rate)
+        shuffled = population.settings.sampling == "shuffled"
+        return cls(len(population), population.trainers, population.cohort_size, population.rate, shuffled)
 
     def met(self, rounds: float) -> float:
         """How many different clients take part in so many rounds, on average."""
+        if self.shuffled:
+            return min(self.trainers, rounds * self.cohort)
         return self.trainers * (1 - (1 - self.cohort / self.trainers) ** rounds)
 
 

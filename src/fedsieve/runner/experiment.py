@@ -32,7 +32,6 @@ from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
-from fedsieve.report.page import write_report
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
 from fedsieve.runner.federated import (
@@ -48,6 +47,7 @@ from fedsieve.runner.federated import (
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, Tick, measure, predict
@@ -58,11 +58,21 @@ SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
-    """Run an experiment into a new folder and return its summary (also in summary.json)."""
+def run(
+    experiment: Experiment,
+    folder: str | Path,
+    display: Display | None = None,
+    shared: Shared | None = None,
+    page: bool = True,
+) -> dict[str, Any]:
+    """Run an experiment into a new folder and return its summary (also in summary.json).
+
+    Runs of one process may hand what they loaded from one to the next in `shared`. Without `page`, no
+    report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later.
+    """
     folder, display = Path(folder), display or Display.silent()
     check_free(folder)
-    preflight(experiment)
+    preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +80,7 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display)
+        return _execute(experiment, folder, display, shared, page)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -89,18 +99,27 @@ def check_free(folder: Path) -> None:
         raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
 
 
-def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+def resume(
+    folder: str | Path, display: Display | None = None, shared: Shared | None = None, page: bool = True
+) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
         display.say(f"{folder}: this run is finished")
-        write_report(folder)
+        if page:
+            _write_page(folder)
         return summary
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display)
+    return _execute(experiment, folder, display, shared, page)
+
+
+def _write_page(folder: Path) -> None:
+    from fedsieve.report.page import write_report  # figures take seconds to import: not before the first round
+
+    write_report(folder)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -119,10 +138,15 @@ def read_experiment(folder: Path) -> Experiment:
     return load_config(folder / "config.yaml")
 
 
-def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
+def _execute(
+    experiment: Experiment, folder: Path, display: Display, shared: Shared | None, page: bool
+) -> dict[str, Any]:
     with _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, signals).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False)).go()
+            if page:
+                _write_page(folder)
+            return summary
         except KeyboardInterrupt:
             raise FedsieveError(
                 f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
@@ -146,8 +170,11 @@ def _intact(folder: Path) -> str:
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
-    def __init__(self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals") -> None:
+    def __init__(
+        self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals", shared: Shared
+    ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
+        self.shared = shared
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -165,14 +192,16 @@ class _Run:
         self.clock = time.perf_counter()
         if self.experiment.threads is not None:
             torch.set_num_threads(self.experiment.threads)
-        environment = self.folder / "environment.json"
+        device, environment = choose_device(self.experiment.device), self.folder / "environment.json"
         if not environment.exists():
-            write_json(environment, describe_environment(choose_device(self.experiment.device)))
+            write_json(environment, describe_environment(device))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         saved = load_newest(self.folder / "checkpoints", self.display.say)
-        self.setup = prepare(self.experiment, self.display)
+        self.setup = prepare(self.experiment, self.display, self.shared)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
         self.marks = {
-            "config.yaml": _config_digest(self.experiment),
+            "config.yaml": config_digest(self.experiment),
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
@@ -210,7 +239,6 @@ class _Run:
             finally:
                 for tracker in trackers:
                     tracker.finish(summary)
-        write_report(self.folder)
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:
@@ -403,19 +431,22 @@ class _Run:
         return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
 
     def _finish(self) -> dict[str, Any]:
-        """Open the test set, measure every stage's chosen weights on it, and write down what came out."""
+        """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
         setup = self.setup
-        test = setup.test_feed()
+        test = setup.test_feed() if self.experiment.test else None
         setup.model.load_state_dict(self.initial)
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
             setup.space(stage).write(setup.model, theta)
-            logits = predict(setup.model, test, setup.autocast)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            found = measure(logits, test.labels, "test")
+            found = {"test_loss": math.nan, "test_accuracy": math.nan}
+            if test is not None:
+                logits = predict(setup.model, test, setup.autocast)
+                found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
-        self._write_predictions(logits, test)
+        if test is not None:
+            self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
         summary = {
@@ -424,18 +455,20 @@ class _Run:
             **{key: last[key] for key in ("test_accuracy", "test_loss", "val_accuracy", "val_loss", "best_at")},
             "seconds": self.seconds + time.perf_counter() - self.clock,
             "device": device_name(setup.device),
+            "peak_memory": torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else None,
             "train_images": len(setup.train),
             "val_images": len(setup.validation),
-            "test_images": len(test),
+            "test_images": 0 if test is None else len(test),
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
-            **self._summarise_federation(stages, logits, test),
+            **self._summarise_federation(stages),
+            **({} if test is None else self._test_clients(logits, test)),
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
 
-    def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
+    def _summarise_federation(self, stages: dict[str, Any]) -> dict[str, Any]:
         """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
@@ -447,14 +480,6 @@ class _Run:
         for stage in stages.values():
             for reason, count in stage["refused"].items():
                 refused[reason] = refused.get(reason, 0) + count
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        labels = test.labels.cpu().numpy()
-        personal = {}
-        if self.context.population.settings.personal:
-            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
-            shared = sieve is not None and sieve.scope != "client"
-            mask = Mask(space, self.masks[-1].numpy()) if shared else None
-            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
@@ -464,9 +489,22 @@ class _Run:
             "drift": newest("drift"),
             "refused": refused,
             "privacy": describe_privacy(self.context),
-            "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
-            **personal,
         }
+
+    def _test_clients(self, logits: Tensor, test: Feed) -> dict[str, Any]:
+        """How the final model, and personal ones, serve the clients of a federation."""
+        if self.context is None:
+            return {}
+        population = self.context.population
+        correct = (logits.argmax(1) == test.labels).cpu().numpy()
+        personal = {}
+        if population.settings.personal:
+            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
+            shared = sieve is not None and sieve.scope != "client"
+            mask = Mask(space, self.masks[-1].numpy()) if shared else None
+            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
+        labels = test.labels.cpu().numpy()
+        return {"client_accuracy": client_summary(population, correct, labels, self.folder / CLIENTS), **personal}
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""
@@ -485,9 +523,15 @@ class _Run:
         write_atomic(self.folder / "predictions.npz", buffer.getvalue())
 
 
-def _config_digest(experiment: Experiment) -> str:
-    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
-    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
+def config_digest(experiment: Experiment) -> str:
+    """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
+    incidental: Any = {
+        "device": True,
+        "tracking": True,
+        "checkpoint": True,
+        "test": True,
+        "data": {"cache", "placement"},
+    }
     return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 

@@ -50,6 +50,7 @@ def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Po
         assert settings.partition.column is not None
         groups = load_column(experiment.data, "train", settings.partition.column)[rows]
     population = make_population(settings, labels, experiment.seed, groups)
+    check_numbers(experiment, population.cohort_size, population.trainers)
     if population.cohort_size < settings.minimum_replies:
         raise FedsieveError(
             f"federation.minimum_replies: {settings.minimum_replies} replies cannot come from a cohort of "

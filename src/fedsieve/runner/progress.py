@@ -20,9 +20,10 @@ from fedsieve.train.loop import Tick
 class Display:
     """Progress of one run. Use as a context manager."""
 
-    def __init__(self, console: Console, quiet: bool = False) -> None:
+    def __init__(self, console: Console, quiet: bool = False, transient: bool = False) -> None:
         self.console = console
         self.quiet = quiet
+        self.transient = transient  # bars go when the run ends
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._newest: dict[str, dict[str, Any]] = {}  # by stage: not every round is evaluated
@@ -41,6 +42,7 @@ class Display:
                 TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
                 console=self.console,
+                transient=self.transient,
             )
             self._bars.start()
         return self
