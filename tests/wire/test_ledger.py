@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedsieve.errors import FedsieveError
 from fedsieve.wire.ledger import COLUMNS, Ledger, totals
@@ -52,3 +54,33 @@ def test_opening_without_an_offset_starts_anew_and_beyond_the_end_is_refused(tmp
     assert ledger.total == {"up": 0, "down": 0} and ledger.offset == len(COLUMNS) + 1 and totals(path) == {}
     with pytest.raises(FedsieveError, match="1,000 bytes were written and"):
         Ledger(path, 1000)
+
+
+@given(st.data())
+def test_a_ledger_in_which_anything_was_changed_is_refused(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("ledger") / "ledger.csv"
+    ledger = Ledger(path)
+    fill(ledger, range(1, 3))
+    offset, digest = ledger.offset, ledger.digest
+    ledger.close()
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with pytest.raises(FedsieveError, match="not as this run left it") as caught:
+        Ledger(path, offset, digest)
+    assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
+    assert path.read_bytes() == content  # nothing is lost by trying
+
+
+def test_a_line_that_is_no_message_is_named(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.csv")
+    fill(ledger, range(1, 2))
+    offset = ledger.offset
+    ledger.close()
+    text = ledger.path.read_text().replace("down,model,100", "down,model,1x0", 1)
+    ledger.path.write_text(text)
+    with pytest.raises(FedsieveError, match=r"line 2 is no message: 'backbone,1,0,down,model,1x0,ok'"):
+        Ledger(ledger.path, offset, ledger.digest)
+    ledger.path.unlink()
+    with pytest.raises(FedsieveError, match="cannot be read: No such file"):
+        Ledger(ledger.path, offset, ledger.digest)

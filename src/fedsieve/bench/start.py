@@ -144,7 +144,7 @@ def _child(config: str, spawned: float) -> dict[str, float]:
     took["data"] = lap() - took["checks"] - took["model"]
     initial = {name: tensor.cpu().clone() for name, tensor in ready.model.state_dict().items()}
     folder = Path(config).parent / f"run-{os.getpid()}"
-    context = federated.make_context(experiment, ready, initial, folder, 0, {}, lambda _: None)
+    context = federated.make_context(experiment, ready, initial, folder, lambda _: None)
     stage = next(stage for stage in experiment.stages if stage.method != "ridge")
     _, state, ticks = federated.fit_rounds(ready, context, stage, None, dict, folder)
     took["clients"] = lap()

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment
+from fedsieve.federation.channel import Channel
 from fedsieve.federation.population import Population
 from fedsieve.federation.store import ClientStore
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.dp import Account
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.replay import Speed
 from fedsieve.wire.ledger import Ledger
 
-TENSORS = ("theta", "server", "best", "mask", "moved", "ranks", "control")
+TENSORS = ("theta", "server", "best", "best_mask", "mask", "moved", "ranks", "control")
 
 
 @dataclass
@@ -26,6 +28,7 @@ class ServerState:
     theta: Tensor  # the server's weights
     server: dict[str, Tensor] = field(default_factory=dict)  # the server optimizer's buffers
     best: Tensor | None = None  # the chosen round's weights; None until a round was validated
+    best_mask: Tensor | None = None  # and the bits of what trained in it
     mask: Tensor | None = None  # the bits of the shared mask,
     moved: Tensor | None = None  # and of all weights that may differ from the stage's start
     ranks: Tensor | None = None  # the last scores of the shared mask's weights: smaller devices train the first of them
@@ -39,9 +42,11 @@ class ServerState:
     refused: dict[str, int] = field(default_factory=dict)  # replies that did not count, by reason
     drift: float | None = None  # of the last round
     best_at: int | None = None
+    best_generation: int = 0
     chosen: dict[str, float] = field(default_factory=dict)
     calibration_seconds: float = 0.0
     seconds: float = 0.0
+    simulated_seconds: float = 0.0  # that the server would have waited for clients
     clients_at_once: int | None = None
     done: bool = False
 
@@ -76,7 +81,10 @@ class ServerState:
     @classmethod
     def restore(cls, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> "ServerState":
         """The state that gave these `numbers()` and `tensors()`."""
-        moved = {name: tensor if name in ("mask", "moved") else tensor.to(device) for name, tensor in tensors.items()}
+        moved = {
+            name: tensor if name in ("best_mask", "mask", "moved") else tensor.to(device)
+            for name, tensor in tensors.items()
+        }
         server = {name.removeprefix("server."): t for name, t in moved.items() if name.startswith("server.")}
         own: dict[str, Any] = {name: t for name, t in moved.items() if not name.startswith("server.")}
         return cls(**own, server=server, **numbers)
@@ -97,8 +105,14 @@ class Context:
     executor: str  # sequential or stacked
     ledger: Ledger
     store: ClientStore
+    account: Account | None = None  # under differential privacy
     say: Callable[[str], None] = lambda _: None
     keep_mask: Callable[[str, Mask], None] = lambda *_: None  # a name without the stage's, and a new mask
+
+    def channel(self, stage: str, device: torch.device) -> Channel:
+        """The wire of one stage."""
+        experiment = self.experiment
+        return Channel(self.ledger, experiment.seed, stage, device, experiment.privacy, self.account)
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
         """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import os
 import platform
 import subprocess
@@ -91,6 +92,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@functools.cache  # the code that runs is the code that was loaded, whatever is committed meanwhile
 def _commit() -> str | None:
     """The commit of fedsieve's own checkout, with + when it was changed; None when it is installed as a package."""
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Optimizer, Stage
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged
 from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
@@ -156,10 +156,9 @@ def train_stage(
         if math.isfinite(loss_sum):
             record |= validate()
         if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
-            raise FedsieveError(
+            raise Diverged(
                 f'stage "{stage.name}" diverged in epoch {state.epoch + 1}: the loss is not finite. '
-                f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm",
-                1,
+                f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm"
             )
         record["seconds"] = time.perf_counter() - clock
         _end_epoch(stage, state, record)

@@ -12,6 +12,8 @@ from torch import Tensor
 Speed = Literal["eager", "graph", "full"]
 COMPILING = "compiling the network: a minute at first, less in later runs, since torch keeps what it compiled"
 WORTH_TELLING = 1.0  # seconds
+# Kinds of steps that one process may compile; torch stops at 8, which a grid of runs passes.
+NETWORKS = 128
 
 
 class Replay:
@@ -81,6 +83,7 @@ def compiled(function: Callable[..., Tensor], speed: Speed) -> Callable[..., Ten
     """`function` through torch.compile where `speed` asks for it; what cannot be compiled runs as it is, with a warning."""
     if speed != "full":
         return function
+    torch._dynamo.config.recompile_limit = NETWORKS
     chosen: Callable[..., Tensor] = torch.compile(function, dynamic=False)
     tried = False
 

@@ -1,11 +1,12 @@
 """The ledger: every message of a run, one line each, as long as it was on the wire."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+import xxhash
 
 from fedsieve.errors import FedsieveError
 
@@ -26,29 +27,60 @@ class Line(NamedTuple):
 
 
 class Ledger:
-    """An append-only CSV file. Opened at the offset of a checkpoint, it forgets what was written after it."""
+    """An append-only CSV file. Opened at the offset of a checkpoint, it forgets what was written after it.
 
-    def __init__(self, path: str | Path, offset: int = 0) -> None:
+    `digest` is what the content up to there gave; a file that was changed since is refused.
+    """
+
+    def __init__(self, path: str | Path, offset: int = 0, digest: str | None = None) -> None:
         self.path = Path(path)
+        self.total: dict[str, int] = {"up": 0, "down": 0}
+        self._digest = xxhash.xxh3_128()
+        if offset:
+            self._take_over(offset, digest)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "ab")  # noqa: SIM115
-        if self._file.tell() < offset:
-            raise FedsieveError(f"{self.path}: {offset:,} bytes were written and {self._file.tell():,} are left", 1)
         self._file.truncate(offset)
         self._file.seek(offset)
         if not offset:
-            self._file.write(f"{COLUMNS}\n".encode())
+            self._write(f"{COLUMNS}\n")
         self._file.flush()
-        self.total: dict[str, int] = {"up": 0, "down": 0}
-        for line in lines(self.path):
-            self.total[line.direction] += line.size
+
+    def _take_over(self, offset: int, digest: str | None) -> None:
+        try:
+            with open(self.path, "rb") as file:
+                content = file.read(offset)
+            if len(content) < offset:
+                raise ValueError(f"{offset:,} bytes were written and {len(content):,} are left")
+            for line in parse(content.decode(errors="replace").splitlines(keepends=True)):
+                self.total[line.direction] += line.size
+            self._digest.update(content)
+            if digest is not None and self.digest != digest:
+                raise ValueError("every line can be read, but some are not what was written")
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            raise FedsieveError(
+                f"{self.path}: not as this run left it: {problem}. Put the file back, or begin anew: "
+                f"`fedsieve run {self.path.parent / 'config.yaml'} --out DIR`",
+                1,
+            ) from None
 
     def add(
         self, stage: str, round: int, client: int, direction: Direction, what: str, size: int, status: str = "ok"
     ) -> None:
         """Count a message of `size` bytes; `status` is "ok", or the reason why it was refused."""
         self.total[direction] += size
-        self._file.write(f"{stage},{round},{client},{direction},{what},{size},{status}\n".encode())
+        self._write(f"{stage},{round},{client},{direction},{what},{size},{status}\n")
+
+    def _write(self, text: str) -> None:
+        data = text.encode()
+        self._file.write(data)
+        self._digest.update(data)
+
+    @property
+    def digest(self) -> str:
+        """Of the content, with all that was added."""
+        return self._digest.hexdigest()
 
     @property
     def offset(self) -> int:
@@ -81,12 +113,23 @@ def totals(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def lines(path: str | Path) -> Iterator[Line]:
-    """Every message of a ledger; a last line that was cut is left out."""
-    with open(path, encoding="utf-8") as file:
-        next(file, None)
-        for text in file:
-            if not text.endswith("\n"):
-                return
+    """Every message of a ledger; a last line that was cut is left out. ValueError names a line that is none."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        yield from parse(file)
+
+
+def parse(texts: Iterable[str]) -> Iterator[Line]:
+    """The messages in the lines of a ledger, of which the first names the columns."""
+    for number, text in enumerate(texts, start=1):
+        if not text.endswith("\n"):
+            return
+        if number == 1:
+            continue
+        try:
             stage, round, client, direction, what, size, status = text.rstrip("\n").split(",", 6)
+            if direction not in get_args(Direction):
+                raise ValueError
             way: Direction = "up" if direction == "up" else "down"
             yield Line(stage, int(round), int(client), way, what, int(size), status)
+        except ValueError:
+            raise ValueError(f"line {number} is no message: {text.strip()[:60]!r}") from None
