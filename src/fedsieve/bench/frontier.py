@@ -17,7 +17,6 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result
 from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
@@ -115,7 +114,6 @@ def frontier(
             "seconds to target",
             "times dense bytes",
         ),
-        limit=measure_limits(device, smoke).sentence(),
     )
     if "lora" in methods and importlib.util.find_spec("peft") is None:
         result.skipped.append("lora: skipped, peft is not installed. Install: pip install 'fedsieve[lora]'")
