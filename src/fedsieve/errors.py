@@ -1,4 +1,4 @@
-"""The one exception that reaches a user as a sentence instead of a traceback."""
+"""The exceptions that reach a user as a sentence instead of a traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ class FedsieveError(Exception):
 
 
 class Diverged(FedsieveError):
-    """Training left the finite numbers: a result of its settings, which a grid of runs notes and goes on from."""
+    """Training that left the finite numbers: the settings' doing, and the same every time."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 1)

@@ -1,6 +1,7 @@
 """Files that are either wholly there or not there at all."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,20 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def write_sealed(path: Path, body: bytes) -> None:
+    """Write a file, atomically, that begins with the SHA-256 of the rest."""
+    write_atomic(path, hashlib.sha256(body).digest() + body)
+
+
+def read_sealed(path: Path) -> bytes:
+    """What `write_sealed` wrote; ValueError when it is not exactly that."""
+    content = path.read_bytes()
+    digest, body = content[:32], content[32:]
+    if hashlib.sha256(body).digest() != digest:
+        raise ValueError("its checksum does not match")
+    return body
 
 
 def write_json(path: Path, value: Any) -> None:

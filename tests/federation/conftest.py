@@ -38,7 +38,7 @@ class Running:
         self.setup = prepare(experiment, Display.silent())
         initial = {name: tensor.clone() for name, tensor in self.setup.model.state_dict().items()}
         self.said = []
-        self.context = make_context(experiment, self.setup, initial, folder, 0, {}, self.said.append)
+        self.context = make_context(experiment, self.setup, initial, folder, self.said.append)
         self.space, self.state, ticks = fit_rounds(self.setup, self.context, experiment.stages[0], None, dict, folder)
         self.start = self.state.theta.clone()
         self.records = [tick.record for tick in ticks]

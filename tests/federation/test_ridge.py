@@ -8,7 +8,9 @@ from sklearn.linear_model import Ridge as Reference
 
 from fedsieve import run
 from fedsieve.config import Ridge
-from fedsieve.federation.ridge import federated_ridge, fit_scale, statistics, statistics_space
+from fedsieve.federation.channel import Channel
+from fedsieve.federation.ridge import SCALES, federated_ridge, fit_scale, statistics, statistics_space
+from fedsieve.wire.ledger import Ledger, lines
 
 
 def features(count: int, width: int, classes: int, seed: int = 0):
@@ -20,8 +22,15 @@ def features(count: int, width: int, classes: int, seed: int = 0):
     )
 
 
-def silent(*_):
-    pass
+SILENT = Channel(None, 0, "head")
+
+
+def counted(path):
+    return Channel(Ledger(path), 0, "head")
+
+
+def sent(path):
+    return [(line.client, line.direction, line.what, line.size) for line in lines(path)]
 
 
 @settings(max_examples=25)
@@ -32,7 +41,7 @@ def test_every_partition_gives_the_centralised_solution(clients, seed, strength)
     holder = np.random.default_rng(seed).integers(0, clients, 60)
     parts = [(client, np.flatnonzero(holder == client)) for client in range(clients)]
     weight, bias, chosen = federated_ridge(
-        Ridge(strength=strength, temperature=1.0), phi, labels, 4, parts, None, silent
+        Ridge(strength=strength, temperature=1.0), phi, labels, 4, parts, None, SILENT
     )
     reference = Reference(alpha=strength * 60).fit(phi.double().numpy(), F.one_hot(labels, 4).double().numpy())
     np.testing.assert_allclose(weight.numpy(), reference.coef_, atol=1e-6)
@@ -48,21 +57,21 @@ def test_the_temperature_is_the_most_likely_one():
     assert F.cross_entropy(logits.double() * scale, labels).item() <= min(losses.values()) + 1e-9
 
 
-def test_strength_and_temperature_are_chosen_on_validation_or_on_the_clients_own_images():
+def test_strength_and_temperature_are_chosen_on_validation_or_on_the_clients_own_images(tmp_path):
     phi, labels = features(300, 20, 5)
     parts = [(0, np.arange(100)), (1, np.arange(100, 200))]
-    sent = []
     held = (phi[200:], labels[200:])
-    weight, bias, _ = federated_ridge(Ridge(), phi, labels, 5, parts, held, lambda *row: sent.append(row))
+    weight, bias, _ = federated_ridge(Ridge(), phi, labels, 5, parts, held, counted(tmp_path / "held.csv"))
     right = ((held[0].double() @ weight.T + bias).argmax(1) == held[1]).double().mean()
     for strength in (1e-6, 1.0, 10.0):
-        other = federated_ridge(Ridge(strength=strength), phi, labels, 5, parts, held, silent)
+        other = federated_ridge(Ridge(strength=strength), phi, labels, 5, parts, held, SILENT)
         assert right >= ((held[0].double() @ other[0].T + other[1]).argmax(1) == held[1]).double().mean()
-    assert [row[:3] for row in sent] == [(0, "up", "statistics"), (1, "up", "statistics")]
-    sent.clear()
-    _, _, blind = federated_ridge(Ridge(), phi, labels, 5, parts, None, lambda *row: sent.append(row))
+    assert sent(tmp_path / "held.csv") == [(client, "up", "statistics", 68 + 8 * (231 + 105)) for client in (0, 1)]
+    _, _, blind = federated_ridge(Ridge(), phi, labels, 5, parts, None, counted(tmp_path / "blind.csv"))
     assert blind["strength"] == 1e-3 and 0.005 < blind["temperature"] < 1
-    assert {row[2] for row in sent} == {"statistics", "head", "losses"}
+    asked = [(client, "down", "head", 68 + 4 * 105) for client in (0, 1)]
+    told = [(client, "up", "losses", 68 + 8 * len(SCALES)) for client in (0, 1)]
+    assert sent(tmp_path / "blind.csv")[2:] == asked + told
 
 
 def test_half_of_a_symmetric_matrix_travels():

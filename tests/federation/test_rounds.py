@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,16 +9,19 @@ from tests.federation.conftest import SPARSE
 
 from fedsieve import resume, run
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.calibrate import nested_tiers
 from fedsieve.federation.executors import Sequential
-from fedsieve.federation.rounds import _Tally
+from fedsieve.federation.rounds import Federated
+from fedsieve.federation.sums import Update, weighted_mean
 from fedsieve.federation.work import local_work
 from fedsieve.mask.mask import Mask
+from fedsieve.mask.selection import attention_heads, group_ids
 from fedsieve.model.weights import digest
 from fedsieve.runner.experiment import load_model
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import prepare
 from fedsieve.train.sieve import squared_gradients
-from fedsieve.wire.ledger import totals
+from fedsieve.wire.ledger import lines, totals
 
 
 def test_fedavg_equals_a_plain_one_written_out(federated, running):
@@ -82,13 +86,13 @@ SCOPES = {
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_executors_agree_over_rounds(federated, running, algorithm, scope):
-    overrides = [*SCOPES[scope], *ALGORITHMS[algorithm], "federation.cohort=4", "clients_at_once=3"]
+    overrides = [*SCOPES[scope], *ALGORITHMS[algorithm], "federation.cohort=4"]
     try:
         sequential = running(federated(*overrides, "executor=sequential"))
     except FedsieveError as error:
         assert "goes with" in str(error)  # refused when it was read
         return
-    stacked = running(federated(*overrides, "executor=stacked"))
+    stacked = running(federated(*overrides, "executor=stacked", "clients_at_once=3"))
     assert not stacked.said or "cannot be stacked" not in stacked.said[-1]
     moved = sequential.state.theta - sequential.start
     assert moved.norm() > 0 or algorithm == "failures"
@@ -134,8 +138,16 @@ def test_what_goes_wrong_is_recorded_and_the_round_goes_on(federated, running):
     failures = "federation.failures={unavailable: 0.2, crash: 0.2, corrupt: 0.3, deadline: 1}"
     found = running(federated(failures, "stages.all.rounds=12", "federation.devices=[{delay: 1}]"))
     assert {"unavailable", "crash", "late", "checksum"} <= set(found.state.refused) | {"magic", "length", "version"}
+    found.context.ledger.sync()
+    told = [line for line in lines(found.context.ledger.path) if line.status != "ok"]
     for record in found.records:
         assert record["replies"] + sum(record["refused"].values()) == record["cohort"]
+        # The ledger names each client whose reply did not count, in the round that metrics speak of.
+        reasons = {line.client: line.status for line in told if line.round == record["round"]}
+        assert Counter(reasons.values()) == record["refused"]
+        cohort = found.context.population.cohort("all", record["round"] - 1)
+        assert set(reasons) <= set(cohort.tolist())
+    assert {(line.direction, line.what) for line in told if not line.size} == {("down", "model"), ("up", "update")}
     unreached = found.records[0]["refused"].get("unavailable", 0)
     assert found.records[0]["bytes_down"] > 0 or unreached == 3
 
@@ -167,21 +179,22 @@ def test_holders_and_all():
     k, weights = 11, [3.0, 1.0, 2.0]
     held = [None, torch.tensor([0, 4, 5]), torch.tensor([1, 4, 10])]
     for first in (0, 1):  # whoever holds everything may come first or later
-        tally, order = _Tally(k, torch.zeros(k)), [first, 1 - first, 2]
+        updates, order = [], [first, 1 - first, 2]
         dense, weight = np.zeros((3, k)), np.zeros((3, k))
         for client in order:
             places = np.arange(k) if held[client] is None else held[client].numpy()
             values = rng.normal(size=len(places))
-            tally.count(torch.from_numpy(values), weights[client], held[client])
+            updates.append(Update(client, torch.from_numpy(values), weights[client], held[client]))
             dense[client, places], weight[client, places] = values * weights[client], weights[client]
-        np.testing.assert_allclose(tally.mean(False).numpy(), dense.sum(0) / sum(weights))
-        np.testing.assert_allclose(tally.mean(True).numpy(), dense.sum(0) / weight.sum(0))
+        (by_all, count), (by_holders, _) = (weighted_mean(updates, k, "cpu", by) for by in ("all", "holders"))
+        np.testing.assert_allclose(by_all.numpy(), dense.sum(0) / sum(weights))
+        np.testing.assert_allclose(by_holders.numpy(), dense.sum(0) / weight.sum(0))
+        assert count == 3
 
 
 def test_coordinates_that_nobody_holds_stay():
-    tally = _Tally(4, torch.zeros(4))
-    tally.count(torch.tensor([1.0]), 2.0, torch.tensor([1]))
-    assert tally.mean(True).tolist() == [0, 1, 0, 0]
+    mean, _ = weighted_mean([Update(0, torch.tensor([1.0]), 2.0, torch.tensor([1]))], 4, "cpu")
+    assert mean.tolist() == [0, 1, 0, 0]
 
 
 def test_a_shared_mask_is_that_of_the_union(federated, running):
@@ -227,9 +240,41 @@ def test_refreshed_masks_move_towards_the_asked_sparsity(federated, running):
     assert len(found.state.server.get("momentum", torch.zeros(last.count))) == last.count
 
 
+@pytest.mark.parametrize("granularity", ["row", "attention_head", "block"])
+def test_smaller_devices_train_nested_tiers_of_whole_groups(federated, running, granularity):
+    devices = "federation.devices=[{share: 0.4}, {share: 0.3, density: 0.6}, {share: 0.3, density: 0.55}]"
+    found = running(federated(*SPARSE, "mask.sparsity=0.1", f"mask.granularity={granularity}", devices))
+    mask = Mask(found.space, found.state.mask.numpy())
+    tiers = nested_tiers(found.context, found.experiment.mask, mask, found.state.ranks)
+    groups = group_ids(found.space, granularity, attention_heads(found.setup.model))
+    small, middle = (tier.to_bool().numpy() for _, tier in sorted(tiers.items()))
+    assert (small <= middle).all() and (middle <= mask.to_bool().numpy()).all() and small.any()
+    for tier, density in ((small, 0.55), (middle, 0.6)):
+        assert tier.sum() <= round(density * mask.count)
+        for group in np.unique(groups[tier]):
+            assert tier[(groups == group) & mask.to_bool().numpy()].all()
+
+
+def test_delays_are_simulated_time(federated, running):
+    devices = "federation.devices=[{share: 0.5, delay: 5}, {share: 0.5}]"
+    found = running(federated(devices))
+    people = found.context.population
+    for record in found.records:
+        number = record["round"] - 1
+        slowest = max(people.delay("all", number, client) for client in people.cohort("all", number).tolist())
+        assert record["simulated_seconds"] == slowest
+    total = sum(record["simulated_seconds"] for record in found.records)
+    assert found.state.simulated_seconds == pytest.approx(total) and total > 0
+    late = running(federated(devices, "federation.failures.deadline=0.01"))
+    assert all(record["simulated_seconds"] in (0.0, 0.01) for record in late.records) and late.state.refused["late"]
+    assert "simulated_seconds" not in running(federated()).records[0]
+
+
 def test_budgets_fix_local_work_times_rounds(federated, running):
     text = "stages=[{name: all, train: all, budget: 12, local: {steps: 4}, batch_size: 16, optimizer: {lr: 0.1}}]"
-    assert len(running(federated(text)).records) == 3
+    found = running(federated(text))
+    assert len(found.records) == 3
+    assert found.said[0] == "all: a budget of 12 local steps at 4 a round is 3 rounds, 12 steps"
 
 
 def test_strangers_never_train(federated, running):
@@ -247,6 +292,10 @@ RESUMED = {
     "client": [*SPARSE, "mask.scope=client", "federation.server.optimizer=adam", "federation.server.lr=0.01"],
     "refreshed": [*SCOPES["refreshed"], "federation.server.optimizer=momentum"],
     "tiers": SCOPES["tiers"],
+    "measured": [*SPARSE, "federation.client_validation=0.2", "federation.evaluate_every=2"],
+    "secagg": [*SPARSE, "privacy.aggregation=secagg", "federation.cohort=5", "federation.failures={crash: 0.3}"],
+    "replayed": ["federation.attack=stale_replay", "federation.aggregator=median", "federation.cohort=5"],
+    "private": ["privacy.dp={noise_multiplier: 1, clip_norm: 0.1}", "federation.weighting=uniform"],
 }
 
 
@@ -268,8 +317,10 @@ class Stopping(Display):
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_a_run_killed_after_any_round_ends_the_same(federated, tmp_path, case):
+def test_a_run_killed_after_any_round_ends_the_same(federated, tmp_path, monkeypatch, case):
     """Checkpoints after every second round, kills between them: rounds are repeated, with the same outcome."""
+    if case == "private":  # where two runs would otherwise have nothing in common
+        monkeypatch.setattr("fedsieve.privacy.dp.new_key", lambda: bytes(range(32)))
     experiment = federated(*RESUMED[case], "stages.all.rounds=5", "checkpoint.every_seconds=0")
     whole = run(experiment, tmp_path / "whole")
     with pytest.raises(Stop):
@@ -302,6 +353,39 @@ def test_the_summary_says_what_a_federation_did(federated, tmp_path):
     spread = summary["client_accuracy"]
     assert spread["clients"] == 6 and spread["strangers"]["clients"] == 2
     assert spread["worst"] <= spread["worst_decile"] <= spread["mean"]
+
+
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_the_summary_tells_of_the_chosen_rounds_mask(federated, tmp_path, monkeypatch, chosen):
+    """Every round has a new mask of another sparsity, and one of them is made to look the best."""
+    validate = Federated._choose
+    monkeypatch.setattr(
+        Federated, "_choose", lambda self, record, last: validate(self, record | good(self.state.round), last)
+    )
+
+    def good(number):
+        return {"val_accuracy": 1.0 if number == chosen else 0.5}
+
+    summary = run(federated(*SCOPES["refreshed"], "stages.all.rounds=4"), tmp_path / "run")
+    files = {1: "all", 3: "all.round-3"}
+    mask = Mask.load(tmp_path / "run" / "masks" / f"{files[chosen]}.safetensors")
+    assert summary["mask_id"] == mask.id == summary["stages"]["all"]["mask_id"]
+    assert summary["sparsity"] == pytest.approx({1: 0.5, 3: 0.7}[chosen])
+    assert summary["stages"]["all"]["active"] == mask.count
+    assert summary["stages"]["all"]["reached_sparsity"] == pytest.approx(summary["sparsity"], abs=0.01)
+
+
+def test_a_head_in_closed_form_at_the_end_leaves_no_gaps_in_the_summary(federated, tmp_path):
+    ridge = "stages=[{name: all, train: backbone, sparse: true, rounds: 2}, {name: head, train: head, method: ridge}]"
+    summary = run(federated("mask={rule: high_magnitude, sparsity: 0.8}", ridge), tmp_path / "run")
+    assert not [key for key, value in summary.items() if value is None]
+    for key in ("sparsity", "mask_id", "drift"):
+        assert summary[key] == summary["stages"]["all"][key]
+
+
+def test_masks_of_clients_own_take_time_too(federated, tmp_path):
+    summary = run(federated(*SCOPES["client"], "stages.all.rounds=1"), tmp_path / "run")
+    assert summary["stages"]["all"]["calibration_seconds"] > 0
 
 
 def test_a_client_that_goes_astray_is_refused_and_the_round_goes_on(federated, running, monkeypatch):

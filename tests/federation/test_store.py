@@ -44,6 +44,24 @@ def test_a_damaged_memory_is_named(tmp_path):
     store = ClientStore(tmp_path)
     store.put(4, 0, a=torch.ones(1))
     table = store.write(0)
-    next(tmp_path.glob("4/*")).write_bytes(b"rubbish")
-    with pytest.raises(FedsieveError, match="client 4"):
-        ClientStore(tmp_path, table).get(4)
+    file = next(tmp_path.glob("4/*"))
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1  # one bit of a value
+    for content in (b"rubbish", whole, whole[:-1]):
+        file.write_bytes(content)
+        with pytest.raises(FedsieveError, match=r"client 4 remembers.*damaged.*fedsieve run") as caught:
+            ClientStore(tmp_path, table).get(4)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_memories_are_told_at_once(tmp_path):
+    store = ClientStore(tmp_path)
+    for client in (4, 7):
+        store.put(client, 0, a=torch.ones(1))
+    table = store.write(0)
+    next(tmp_path.glob("4/*")).unlink()
+    with pytest.raises(FedsieveError, match="client 4 remembers.*is missing, and"):
+        ClientStore(tmp_path, table)
+    next(tmp_path.glob("7/*")).unlink()
+    with pytest.raises(FedsieveError, match="missing, with those of 1 others"):
+        ClientStore(tmp_path, table)

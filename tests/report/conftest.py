@@ -126,24 +126,24 @@ def make_federated(tmp_path: Path) -> Callable[..., Path]:
         experiment = parse_config((folder / "config.yaml").read_text())
         up = Coding(experiment.message.up, experiment.message.group, experiment.message.top_k)
         down = Coding(experiment.message.down, experiment.message.group)
-        masks = masks if masks is not None else {0: drawn_mask(0)}
+        masks = masks if masks is not None else {1: drawn_mask(0)}
         for first, one in masks.items():
-            one.save(folder / "masks" / f"backbone{f'.round-{first}' if first else ''}.safetensors")
+            one.save(folder / "masks" / f"backbone{f'.round-{first}' if first > 1 else ''}.safetensors")
         ledger = Ledger(folder / "ledger.csv")
         records = [{"index": 1, "stage": "head", "round": 1, "cohort": 6, "replies": 6, "refused": {}, "seconds": 0.5}]
         for client in range(6):
-            ledger.add("head", 0, client, "up", "statistics", 1000)
+            ledger.add("head", 1, client, "up", "statistics", 1000)
         moved = None
         for number in range(rounds if finished else 2):
-            one = masks[max(first for first in masks if first <= number)] if masks else drawn_mask(0)
+            one = masks[max(first for first in masks if first <= number + 1)] if masks else drawn_mask(0)
             moved = one if moved is None else moved | one
             lost = [2] if number == 1 else []
             for client in range(3):
                 size = len(encode(torch.ones(moved.count), down, moved, round=number, client=client))
-                ledger.add("backbone", number, client, "down", "model", size)
+                ledger.add("backbone", number + 1, client, "down", "model", size)
                 if client not in lost:
                     size = len(encode(torch.randn(one.count), up, one, round=number, client=client))
-                    ledger.add("backbone", number, client, "up", "update", size)
+                    ledger.add("backbone", number + 1, client, "up", "update", size)
             records.append(
                 {
                     "index": number + 2,

@@ -208,17 +208,17 @@ def test_personal_models_stand_beside_the_global_one(make_federated):
 
 
 def test_a_new_mask_is_no_damage_and_its_change_is_counted(make_federated):
-    masks = {0: drawn_mask(0), 2: drawn_mask(1), 3: drawn_mask(2)}
+    masks = {1: drawn_mask(0), 3: drawn_mask(1), 4: drawn_mask(2)}
     folder = make_federated(masks=masks, mask={"sparsity": 0.9, "refresh": 1})
     text = write_report(folder).read_text()
-    assert "Damaged" not in text and masks[3].id[:12] in text
+    assert "Damaged" not in text and masks[4].id[:12] in text
     assert "The mask was calibrated again 2 times." in section(text, "New masks")
     (first, second) = mask_changes(masks)
     sets = {number: set(mask.indices().tolist()) for number, mask in masks.items()}
     assert (first.round, second.round) == (3, 4)
-    assert (second.entered, second.left) == (len(sets[3] - sets[2]), len(sets[2] - sets[3]))
-    assert second.jaccard == pytest.approx(len(sets[3] & sets[2]) / len(sets[3] | sets[2]))
-    assert second.first == pytest.approx(len(sets[3] & sets[0]) / len(sets[3] | sets[0]))
+    assert (second.entered, second.left) == (len(sets[4] - sets[3]), len(sets[3] - sets[4]))
+    assert second.jaccard == pytest.approx(len(sets[4] & sets[3]) / len(sets[4] | sets[3]))
+    assert second.first == pytest.approx(len(sets[4] & sets[1]) / len(sets[4] | sets[1]))
 
 
 def own_masks(make_federated, seeds, rule="least_sensitive"):

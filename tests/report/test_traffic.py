@@ -66,10 +66,10 @@ def test_with_top_k_only_what_is_sent_counts_and_its_places_have_a_price(make_fe
 
 
 def test_a_server_with_new_masks_sends_all_weights_that_ever_moved(make_federated):
-    masks = {0: drawn_mask(0), 2: drawn_mask(1, 0.2)}
+    masks = {1: drawn_mask(0), 3: drawn_mask(1, 0.2)}
     found = kinds(traffic_of(make_federated(masks=masks, mask={"sparsity": 0.9, "refresh": 2}))["backbone"])
-    assert found["up", "update"].weights == 5 * masks[0].count + 6 * masks[2].count
-    assert found["down", "model"].weights == 6 * masks[0].count + 6 * (masks[0] | masks[2]).count
+    assert found["up", "update"].weights == 5 * masks[1].count + 6 * masks[3].count
+    assert found["down", "model"].weights == 6 * masks[1].count + 6 * (masks[1] | masks[3]).count
 
 
 def test_an_enclosed_mask_is_no_weights(make_federated):
@@ -81,8 +81,8 @@ def test_an_enclosed_mask_is_no_weights(make_federated):
         for number in range(2):
             values = torch.randn(mask.count)
             message = encode(values, Coding("int8"), mask, round=number, client=client, enclose=number == 0)
-            ledger.add("backbone", number, client, "up", "update", len(message))
-        ledger.add("backbone", 1, client, "down", "model", OVERHEAD + 4 * 77)
+            ledger.add("backbone", number + 1, client, "up", "update", len(message))
+        ledger.add("backbone", 2, client, "down", "model", OVERHEAD + 4 * 77)
     ledger.close()
     found = kinds(traffic_of(folder)["backbone"])
     sizes = [mask.count for mask in own.values()]
@@ -130,5 +130,5 @@ def test_the_size_of_a_dense_stage_is_read_from_its_messages_while_it_runs(make_
     (folder / "masks" / "backbone.safetensors").unlink()
     message = encode(torch.ones(SPACE.size), Coding("fp32"), SPACE, round=0, client=0)
     with Ledger(folder / "ledger.csv")._file as file:
-        file.write(f"backbone,0,0,up,update,{len(message)},ok\n".encode())
+        file.write(f"backbone,1,0,up,update,{len(message)},ok\n".encode())
     assert traffic_of(folder)["backbone"].dense == 4 * SPACE.size

@@ -1,11 +1,15 @@
 import re
+import sys
 
 import pytest
 
 from fedsieve import run
 from fedsieve.cli import _show_summary
 from fedsieve.config import parse_config
+from fedsieve.errors import FedsieveError
+from fedsieve.report.folder import read_run
 from fedsieve.report.html import size
+from fedsieve.report.traffic import of_dense, read_traffic
 from fedsieve.runner.plan import plan
 from fedsieve.wire.ledger import lines, totals
 
@@ -55,7 +59,7 @@ def test_a_plan_gives_the_bytes_that_the_run_then_sends(finished):
     assert found["head", ""] == "closed form, one round with all 8 clients"
     assert found["backbone", ""] == "4 rounds x 3 clients x 2 steps of 16 images"
     up, _ = totals(folder / "ledger.csv")["backbone"]
-    messages = {(line.direction, line.what): line.size for line in lines(folder / "ledger.csv") if line.round == 3}
+    messages = {(line.direction, line.what): line.size for line in lines(folder / "ledger.csv") if line.round == 4}
     assert f"{size(up[3])} a round: 3 x {size(messages['up', 'update'])}," in found["backbone", "bytes up"]
     assert f"3 x {size(messages['down', 'model'])}," in found["backbone", "bytes down"]
     sent = summary["bytes_up"] + summary["bytes_down"]
@@ -91,3 +95,77 @@ def test_the_summary_of_a_federated_run_is_in_rounds_and_bytes(finished, capsys)
     assert "% of dense fp32 FedAvg" in told and "refused: 2 crash, 1 late" in told
     assert f"worst decile {100 * summary['client_accuracy']['worst_decile']:.2f} %, last drift" in told
     assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["federation.client_validation=0.2"],
+        ["federation.blend=true"],
+        [
+            "privacy.aggregation=secagg",
+            "message={up: fp32}",
+            "federation={clients: 8, cohort: 4, client_validation: 0.2}",
+        ],
+        ["federation.correction.kind=scaffold"],
+        ["data.val_fraction=0", "mask.fisher.samples=16"],
+        [
+            "stages=[{name: backbone, train: backbone, sparse: true, rounds: 4, local: {steps: 1}, batch_size: 16}, "
+            "{name: head, train: head, method: ridge}, "
+            "{name: more, train: backbone, rounds: 2, local: {steps: 1}, batch_size: 16}]"
+        ],
+    ],
+)
+def test_a_plan_counts_whatever_a_run_sends(tmp_path, overrides):
+    summary = run(parse_config(CONFIG, overrides), tmp_path / "run")
+    sent = summary["bytes_up"] + summary["bytes_down"]
+    assert amount(planned(*overrides)["", "bytes in all"]) == pytest.approx(sent, rel=0.1)
+
+
+def test_what_stands_in_for_the_backbone_is_beside_the_backbone(tmp_path):
+    """A few weights of adapters are a small share of dense, whatever masks and newcomers cost beside them."""
+    overrides = [
+        "model.adapter={width: 2}",
+        "mask=null",
+        "stages.backbone.sparse=false",
+        "stages.backbone.train=adapter",
+    ]
+    summary = run(parse_config(CONFIG, overrides), tmp_path / "run")
+    stage = summary["stages"]["backbone"]
+    assert stage["trained"] == 2 * (32 * 2 + 2 + 2 * 32 + 32)
+    assert stage["dense"] == summary["parameters"] - stage["trained"] - summary["stages"]["head"]["trained"] > 20_000
+    (_, traffic) = read_traffic(read_run(tmp_path / "run"))
+    assert traffic.dense == 4 * stage["dense"]
+    told = float(re.search(r"([\d.]+) % of dense", planned(*overrides)["", "bytes in all"])[1])
+    assert told == pytest.approx(100 * of_dense(read_traffic(read_run(tmp_path / "run"))), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["federation.minimum_replies=4"],
+        ["federation.partition.nc=11"],
+        ["federation.clients=3000"],
+        ["federation.held_out=0.99"],
+        ["data.val_fraction=1e-5"],
+        ["federation.partition={kind: natural, column: user}", "federation.clients=null"],
+        ["clients_at_once=2"],
+        ["tracking=[wandb]"],
+        ["mask.granularity=attention_head", "federation.devices=[{share: 0.5}, {share: 0.5, density: 0.01}]"],
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses(tmp_path, monkeypatch, overrides):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    experiment = parse_config(CONFIG, overrides)
+    with pytest.raises(FedsieveError) as planned_one:
+        plan(experiment)
+    with pytest.raises(FedsieveError) as run_one:
+        run(experiment, tmp_path / "run")
+    assert str(planned_one.value) == str(run_one.value) and planned_one.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_says_what_a_budget_comes_to():
+    stages = "stages=[{name: all, train: all, budget: 13, local: {steps: 4}, batch_size: 16}]"
+    found = planned(stages, "mask=null")
+    assert "3 rounds x 3 clients x 4 steps" in found["all", ""] and "is 3 rounds, 12 steps" in found["all", ""]

@@ -91,20 +91,18 @@ def test_every_message_comes_back(drawn):
 
 @pytest.mark.parametrize("coding", [Coding("fp16"), Coding("int8", 8), Coding("int4", 16, 0.3), Coding("coo")])
 def test_a_batch_is_its_messages_and_loses_only_the_bad_ones(coding):
-    masks = [mask_of(0.5, seed) for seed in range(3)]
-    k = min(mask.count for mask in masks)
-    masks = [Mask.from_bool(SPACE, mask.to_bool() & (mask.to_bool().cumsum(0) <= k)) for mask in masks]
-    values = torch.randn(3, k)
-    batch = encode_many(values, coding, masks, round=1, clients=[4, 5, 6], ns=[7, 8, 9], keys=[1, 2, 2**64 - 1])
-    for number, (key, mask) in enumerate(zip([1, 2, 2**64 - 1], masks, strict=True)):
+    mask = mask_of(0.5, 0)
+    values = torch.randn(3, mask.count)
+    batch = encode_many(values, coding, mask, round=1, clients=[4, 5, 6], ns=[7, 8, 9], keys=[1, 2, 2**64 - 1])
+    for number, key in enumerate([1, 2, 2**64 - 1]):
         alone = encode(values[number], coding, mask, round=1, client=4 + number, n=7 + number, key=key)
         assert alone == batch[number]
     damaged = [batch[0], batch[1][:-1] + bytes([batch[1][-1] ^ 1]), batch[2]]
-    first, second, third = decode_many(damaged, coding, masks, round=1, clients=[4, 5, 6])
+    first, second, third = decode_many(damaged, coding, mask, round=1, clients=[4, 5, 6])
     assert isinstance(second, MessageError) and second.reason == "checksum"
     for number, got in ((0, first), (2, third)):
         assert isinstance(got, Message) and got.n == 7 + number
-        assert torch.equal(got.values, decode(batch[number], coding, masks[number]).values)
+        assert torch.equal(got.values, decode(batch[number], coding, mask).values)
 
 
 def test_keys_change_what_is_rounded_at_random_and_nothing_else():

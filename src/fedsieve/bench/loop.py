@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result, alternate
 from fedsieve.config import Data, Experiment, Model, Optimizer, Stage, Transform
 from fedsieve.data.store import ImageStore
@@ -33,15 +34,14 @@ def loop(device: torch.device, smoke: bool) -> Result:
     result = Result(
         ("network", "transform", "images/s", "whole step, ms", "arithmetic, ms", "share"),
         note="share = arithmetic / whole step: the part of the loop that is forward, backward and step.",
+        limit=measure_limits(device, smoke).sentence(),
     )
     cases = CASES[:1] if smoke else CASES
     steps, repeats = (3, 1) if smoke else (8, 7)
     for (name, options, size, pixels, batch), transform in itertools.product(cases, TRANSFORMS):
         taken = alternate(_calls(device, options, size, pixels, batch, transform, steps), device, repeats)
         whole, bare = taken["whole"] / steps, taken["bare"] / steps
-        result.rows.append(
-            (name, transform, f"{batch / whole:,.0f}", f"{1e3 * whole:.2f}", f"{1e3 * bare:.2f}", f"{bare / whole:.3f}")
-        )
+        result.rows.append((name, transform, batch / whole, 1e3 * whole, 1e3 * bare, bare / whole))
     return result
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result, alternate
 from fedsieve.config import Experiment, Granularity, Model, Optimizer, Stage
 from fedsieve.errors import FedsieveError
@@ -34,7 +35,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         (
             "mask",
             "sparsity",
-            "active",
+            "active, %",
             "dense, ms",
             "masked, ms",
             "time ratio",
@@ -43,6 +44,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         ),
         note=f"{name} at {pixels} px, batch {batch}; masks drawn at random. Steps are CUDA graphs on a GPU. Row masks skip frozen rows here; training in bf16 on a GPU does not. Times side by side; memory is the peak of a "
         "step beyond the model; state is the momentum, its index apart.",
+        limit=measure_limits(device, smoke).sentence(),
     )
     steps, repeats = (1, 1) if smoke else (5, 7)
 
@@ -66,7 +68,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         try:
             mask = make(model)
         except FedsieveError:
-            result.rows.append((kind, sparsity, "no whole group fits", *["-"] * 5))
+            result.rows.append((kind, sparsity, "no whole group fits", *[None] * 5))
             continue
         if speed == "full":
             kind = f"{kind}, both compiled"
@@ -77,12 +79,12 @@ def sparse(device: torch.device, smoke: bool) -> Result:
             (
                 kind,
                 sparsity,
-                f"{100 * mask.density:.2f} %",
-                f"{1e3 * taken['dense'] / steps:.2f}",
-                f"{1e3 * taken['masked'] / steps:.2f}",
-                f"{taken['masked'] / taken['dense']:.3f}",
-                f"{memory / dense_memory:.3f}" if dense_memory else "-",
-                f"{state() / dense_state():.3f}",
+                100 * mask.density,
+                1e3 * taken["dense"] / steps,
+                1e3 * taken["masked"] / steps,
+                taken["masked"] / taken["dense"],
+                memory / dense_memory if dense_memory else None,
+                state() / dense_state(),
             )
         )
     return result

@@ -6,7 +6,7 @@ may each be held to a part of it (`holds`). An executor gives back what moved, a
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from fedsieve.federation.work import Work, side_by_side
 from fedsieve.model.space import ParamSpace
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
-from fedsieve.train.replay import Replay, Speed
+from fedsieve.train.replay import COMPILING, Replay, Speed
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,23 @@ class Task:
     speed: Speed = "eager"
 
 
+Rows = Tensor | Callable[[range], Tensor | None]  # of clients, (clients, k), or what makes them of some clients' places
+
+
 @dataclass
 class Cohort:
-    """The clients that train now, in order. What is None is alike for all, or absent."""
+    """The clients that train now, in order. What is None is absent; rows that are made are made as few at a time as train."""
 
     works: Sequence[Work]
-    start: Tensor  # (k,), or (clients, k)
-    holds: Tensor | None = None  # (clients, k) bool: which of the k values each client may move
-    control: Tensor | None = None  # (clients, k): what SCAFFOLD adds to each gradient, c - c_k
+    start: Rows  # or (k,), where all start alike
+    holds: Rows | None = None  # bool: which of the k values each client may move
+    control: Rows | None = None  # what SCAFFOLD adds to each gradient, c - c_k
+
+    def rows(self, members: range) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Start values, (k,) or (members, k), what each of these clients may move, and its control."""
+        start, holds, control = (_rows(rows, members) for rows in (self.start, self.holds, self.control))
+        assert start is not None
+        return start, holds, control
 
 
 @dataclass
@@ -56,7 +65,6 @@ class Trained:
     moved: Tensor  # (clients, k): how far each value went
     sums: Tensor  # (clients, 3) float64: loss and correct answers summed over the images seen, and their number
     gradients: Tensor | None = None  # (clients, k): the mean raw gradient, where a control variate needs it
-    steps: list[int] = field(default_factory=list)
 
 
 class Sequential:
@@ -73,7 +81,12 @@ class Sequential:
         start_of_round = self._take(theta.detach()).clone()
         teacher = _teacher(task)
         for number, work in enumerate(cohort.works):
-            start = cohort.start if cohort.start.dim() == 1 else cohort.start[number]
+            self._put(start_of_round)  # which clients make masks of their own at
+            start, holds, control = (
+                rows[0] if rows is not None and rows.dim() == 2 else rows
+                for rows in cohort.rows(range(number, number + 1))
+            )
+            assert start is not None
             weights, state = start.clone(), dict[str, Any]()
             sums = torch.zeros(3, dtype=torch.float64, device=theta.device)
             total = torch.zeros_like(start) if task.correction.kind == "scaffold" else None
@@ -98,8 +111,6 @@ class Sequential:
                     if total is not None:
                         total += gradient
                     dense = theta.grad.square().sum() - gradient.square().sum() if task.optimizer.rescale else None
-                    control = None if cohort.control is None else cohort.control[number]
-                    holds = None if cohort.holds is None else cohort.holds[number]
                     gradient = _corrected(gradient, weights, start, task.correction, control)
                     gradient = _bounded(gradient[None], None if dense is None else dense[None], holds, task.optimizer)[
                         0
@@ -109,7 +120,7 @@ class Sequential:
                     if holds is not None:
                         weights = torch.where(holds, weights, before)  # type: ignore[arg-type]
             gradients = None if total is None else (total / work.steps)[None]
-            yield Trained(range(number, number + 1), (weights - start)[None], sums[None], gradients, [work.steps])
+            yield Trained(range(number, number + 1), (weights - start)[None], sums[None], gradients)
         self._put(start_of_round)
 
     def _take(self, vector: Tensor) -> Tensor:
@@ -129,8 +140,10 @@ class Stacked:
     `clients` are stacked at a time, as many as fit: where memory runs out, half as many are tried.
     """
 
-    def __init__(self, task: Task, support: Tensor | None, clients: int, batch: int) -> None:
-        self.task, self.support, self.batch = task, support, batch
+    def __init__(
+        self, task: Task, support: Tensor | None, clients: int, batch: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.task, self.support, self.batch, self.say = task, support, batch, say
         for parameter in task.model.parameters():
             parameter.requires_grad_(False)
         self._build(clients)
@@ -146,7 +159,7 @@ class Stacked:
         k = task.space.size if self.support is None else len(self.support)
         self.weights = task.theta.detach().new_zeros(clients, k)  # in place always: recorded steps read from here
         self.teacher = _teacher(task)
-        self.gradient = Replay(self._differentiate, on=task.speed != "eager")
+        self.gradient = Replay(self._differentiate, on=task.speed != "eager", say=self.say)
 
     def sync(self) -> None:
         """Take over weights of the model outside the support that have changed since the executor was made."""
@@ -189,7 +202,8 @@ class Stacked:
         first = 0
         while first < len(cohort.works):
             try:
-                result = self._group(cohort, range(first, min(first + self.clients, len(cohort.works))), lr)
+                members = range(first, min(first + self.clients, len(cohort.works)))
+                result = self._group(cohort.works, members, lr, *cohort.rows(members))
             except torch.cuda.OutOfMemoryError:
                 if self.clients == 1:
                     raise
@@ -205,13 +219,19 @@ class Stacked:
             first += len(result.clients)
 
     @torch.no_grad()
-    def _group(self, cohort: Cohort, members: range, lr: float) -> Trained:
+    def _group(
+        self,
+        all_works: Sequence[Work],
+        members: range,
+        lr: float,
+        start: Tensor,
+        holds: Tensor | None,
+        control: Tensor | None,
+    ) -> Trained:
         task, device = self.task, self.task.theta.device
-        works = [cohort.works[number] for number in members]
-        part = slice(members.start, members.stop)
-        start = cohort.start if cohort.start.dim() == 1 else cohort.start[part]
-        holds = None if cohort.holds is None else _filled(cohort.holds[part], self.clients)
-        control = None if cohort.control is None else _filled(cohort.control[part], self.clients)
+        works = [all_works[number] for number in members]
+        holds = None if holds is None else _filled(holds, self.clients)
+        control = None if control is None else _filled(control, self.clients)
         self.weights.copy_(start if start.dim() == 1 else _filled(start, self.clients))
         begin = self.weights.clone()
         examples, draws = side_by_side(works, self.clients, self.batch)
@@ -242,7 +262,7 @@ class Stacked:
         count = len(works)
         moved = (self.weights - begin)[:count]
         gradients = None if total is None else (total / active.clamp(min=1)[:, None])[:count]
-        return Trained(members, moved, sums[:count], gradients, steps)
+        return Trained(members, moved, sums[:count], gradients)
 
 
 Executor = Sequential | Stacked
@@ -254,8 +274,10 @@ def make_executor(
     """The asked executor; a network that cannot be stacked trains one client after another, and `say` tells so."""
     if kind == "stacked":
         try:
-            executor = Stacked(task, support, clients, batch)
+            executor = Stacked(task, support, clients, batch, say)
             executor.check()
+            if task.speed == "full":
+                say(COMPILING)
             return executor
         except FedsieveError as error:
             say(f"executor: this network cannot be stacked ({error}): clients train one after another")
@@ -281,6 +303,12 @@ def _settings(optimizer: Optimizer, lr: float) -> dict[str, Any]:
         "betas": (optimizer.momentum, optimizer.beta2),
         "eps": 1e-8,
     }
+
+
+def _rows(rows: Rows | None, members: range) -> Tensor | None:
+    if rows is None or callable(rows):
+        return rows and rows(members)
+    return rows if rows.dim() == 1 else rows[members.start : members.stop]
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:

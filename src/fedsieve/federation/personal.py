@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from fedsieve.config import Correction, PersonalMethod, Sieve
 from fedsieve.data.partitions import label_weights
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.blending import blended
+from fedsieve.federation.calibrate import client_mask
 from fedsieve.federation.executors import Cohort, Stacked, Task, make_executor
 from fedsieve.federation.population import Population
-from fedsieve.federation.rounds import Context, blended, client_mask
+from fedsieve.federation.state import Context
 from fedsieve.federation.work import local_work
 from fedsieve.mask.calibration import maskable
 from fedsieve.mask.mask import Mask

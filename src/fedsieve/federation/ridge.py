@@ -5,7 +5,7 @@ Clients send Phi^T Phi and Phi^T Y of their features; sums do not care how the i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Ridge
+from fedsieve.federation.channel import EXACT, Channel
+from fedsieve.federation.sums import Part, sum_over_clients
 from fedsieve.model.space import ParamSpace
-from fedsieve.wire.codec import Coding, decode, encode
+from fedsieve.wire.codec import Coding
 
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))  # per image
 DEFAULT_STRENGTH = 1e-3
 SCALES = np.geomspace(0.5, 200, 61)  # of the logits, where they are fitted on clients' sums
+LOSSES = ParamSpace(("losses",), ((len(SCALES),),))
 
 
 def statistics_space(width: int, classes: int) -> ParamSpace:
@@ -66,25 +69,26 @@ def federated_ridge(
     classes: int,
     clients: Sequence[tuple[int, np.ndarray]],
     validation: tuple[Tensor, Tensor] | None,
-    count_bytes: Callable[[int, str, str, int], None],
+    channel: Channel,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Weight and bias of the head, float64, and what was chosen.
 
-    `clients` are numbers and their examples among `features`; `count_bytes(client, direction, what, size)` hears of every
-    message. Strength and scale are chosen on `validation` features and labels; without any, the strength is the default,
-    and the scale is fitted on the clients' own images, who send their losses at a grid of scales.
+    `clients` are numbers and their examples among `features`. Strength and scale are chosen on `validation` features and
+    labels; without any, the strength is the default, and the scale is fitted on the clients' own images: they receive the
+    head, and send their losses at a grid of scales.
     """
-    width = features.shape[1]
-    space, coding = statistics_space(width, classes), Coding("fp64")
-    total, seen = torch.zeros(space.size, dtype=torch.float64, device=features.device), 0
-    for client, examples in clients:
-        rows = torch.from_numpy(examples).to(features.device)
-        values = statistics(features[rows], labels[rows], classes)
-        message = encode(values, coding, space, round=0, client=client, n=len(examples))
-        count_bytes(client, "up", "statistics", len(message))
-        reply = decode(message, coding, space, round=0, client=client, device=features.device)
-        total += reply.values
-        seen += reply.n
+    width, exact = features.shape[1], Coding("fp64")
+    space = statistics_space(width, classes)
+
+    def parts(values: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Part]:
+        """What each client makes of its features and labels."""
+        for client, examples in clients:
+            rows = torch.from_numpy(examples).to(features.device)
+            yield client, values(features[rows], labels[rows]), len(examples)
+
+    mine = parts(lambda phi, truth: statistics(phi, truth, classes))
+    total, _ = sum_over_clients(channel, "statistics", 0, space, mine, exact)
+    seen = max(1, round(space.view(total, "gram")[-1].item()))  # the product of the constant feature with itself
 
     def head(strength: float) -> tuple[Tensor, Tensor]:
         return solve(total, seen, width, classes, strength)
@@ -103,13 +107,16 @@ def federated_ridge(
     elif validation is not None:
         scale = fit_scale(validation[0].double() @ weight.T + bias, validation[1])
     else:
-        losses = np.zeros(len(SCALES))
-        for client, examples in clients:
-            rows = torch.from_numpy(examples).to(features.device)
-            logits = features[rows].double() @ weight.T + bias
-            mine = [F.cross_entropy(logits * s, labels[rows], reduction="sum").item() for s in SCALES]
-            count_bytes(client, "down", "head", 4 * (weight.numel() + bias.numel()))
-            count_bytes(client, "up", "losses", 8 * len(SCALES))
-            losses += mine
-        scale = float(SCALES[losses.argmin()])
+        over = ParamSpace(("weight", "bias"), (tuple(weight.shape), tuple(bias.shape)))
+        sent = over.flatten({"weight": weight.float(), "bias": bias.float()})
+        numbers = [client for client, _ in clients]
+        heard = over.unflatten(channel.down("head", numbers, 0, over, sent, EXACT).values.double())
+        mine = parts(lambda phi, truth: _losses(phi.double() @ heard["weight"].T + heard["bias"], truth))
+        losses, _ = sum_over_clients(channel, "losses", 0, LOSSES, mine, exact)
+        scale = float(SCALES[int(losses.argmin())])
     return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The summed loss at each of `SCALES`."""
+    return torch.stack([F.cross_entropy(logits * scale, labels, reduction="sum") for scale in SCALES])

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedsieve.errors import FedsieveError
-from fedsieve.files import write_atomic
+from fedsieve.files import read_sealed, write_sealed
 
 MEMORY = 4 * 2**30  # bytes held before they are written early
 
@@ -26,19 +26,23 @@ class ClientStore:
         self.versions = {int(client): version for client, version in (versions or {}).items()}
         self._fresh: dict[int, dict[str, Tensor]] = {}
         self._bytes = 0
+        if missing := [client for client, version in self.versions.items() if not self._file(client, version).exists()]:
+            raise self._lost(
+                missing[0], f"missing, with those of {len(missing) - 1:,} others" if missing[1:] else "missing"
+            )
 
     def get(self, client: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """All that a client remembers; empty for one that never took part."""
         if client not in self._fresh:
             if client not in self.versions:
                 return {}
-            file = self._file(client, self.versions[client])
             try:
-                return {name: tensor.to(device) for name, tensor in safetensors.torch.load_file(file).items()}
-            except (OSError, SafetensorError) as error:
-                raise FedsieveError(
-                    f"{file}: the memory of client {client} is missing or damaged: {error}", 1
-                ) from None
+                content = safetensors.torch.load(read_sealed(self._file(client, self.versions[client])))
+            except FileNotFoundError:
+                raise self._lost(client, "missing") from None
+            except (OSError, ValueError, SafetensorError) as error:
+                raise self._lost(client, f"damaged ({error})") from None
+            return {name: tensor.to(device) for name, tensor in content.items()}
         return {name: tensor.to(device) for name, tensor in self._fresh[client].items()}
 
     def put(self, client: int, round: int, **tensors: Tensor) -> None:
@@ -56,7 +60,7 @@ class ClientStore:
             # Never over a version that a checkpoint may name.
             version = max(round, self.versions.get(client, -1) + 1)
             content = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            write_atomic(self._file(client, version), safetensors.torch.save(content))
+            write_sealed(self._file(client, version), safetensors.torch.save(content))
             self.versions[client] = version
         self._fresh.clear()
         self._bytes = 0
@@ -65,9 +69,18 @@ class ClientStore:
     def prune(self, kept: Iterable[Mapping[str, int]]) -> None:
         """Delete every file that none of the kept checkpoints' tables names."""
         named = {self._file(int(client), version) for table in kept for client, version in table.items()}
-        for file in self.folder.glob("*/*.safetensors"):
+        for file in self.folder.glob("*/*.state"):
             if file not in named:
                 file.unlink(missing_ok=True)
 
     def _file(self, client: int, version: int) -> Path:
-        return self.folder / str(client) / f"{version:08d}.safetensors"
+        return self.folder / str(client) / f"{version:08d}.state"
+
+    def _lost(self, client: int, how: str) -> FedsieveError:
+        run = self.folder.parent
+        return FedsieveError(
+            f"{self._file(client, self.versions[client])}: what client {client} remembers from its rounds (a mask, weights, a "
+            f"control variate or rounding errors of its own) is {how}, and the run cannot go on without it as it was. Put the "
+            f"file back, or begin anew: `fedsieve run {run / 'config.yaml'} --out DIR`",
+            1,
+        )

@@ -15,7 +15,6 @@ class Work:
     """One client's local steps. A step with fewer images than the batch holds is filled up with -1."""
 
     client: int
-    n: int  # its images
     examples: np.ndarray  # (steps, batch) positions in the feed
     draws: np.ndarray | None  # (steps, batch, P), the transform's random parameters; None where nothing is random
 
@@ -52,7 +51,7 @@ def local_work(
     if feed.features is None and feed.transform.random:
         rng = generator(seed, "augment", *address, client)
         draws = feed.transform.draw(rng, rows.size, *feed.store.height_width).reshape(*rows.shape, -1)
-    return Work(client, size, rows, draws)
+    return Work(client, rows, draws)
 
 
 def side_by_side(works: Sequence[Work], clients: int, batch: int) -> tuple[np.ndarray, np.ndarray | None]:

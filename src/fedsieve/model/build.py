@@ -149,6 +149,12 @@ def trainable_names(model: nn.Module, train: Part | LastBlocks | Sequence[Part |
     return [name for name in names if name in chosen]
 
 
+def dense_names(model: nn.Module, train: Part | LastBlocks | Sequence[Part | LastBlocks]) -> list[str]:
+    """What dense training would train in place of `train`: the backbone, where LoRA or adapters stand in for it."""
+    parts = [train] if isinstance(train, (str, LastBlocks)) else train
+    return trainable_names(model, ["backbone" if part in ("lora", "adapter") else part for part in parts])
+
+
 def _last_blocks(model: nn.Module, names: list[str], count: int) -> list[str]:
     """The last `count` blocks, what comes after them, and the head: parameters are registered front to back."""
     if (found := _block_list(model)) is None:

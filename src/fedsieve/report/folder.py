@@ -18,7 +18,7 @@ from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.wire.ledger import lines
 
-# Messages by (stage, round from 0, direction, what, bytes), and how many there were.
+# Messages by (stage, round from 1, direction, what, bytes), and how many there were.
 Messages = Counter[tuple[str, int, str, str, int]]
 CLIENT_MASKS = 40  # more are counted, but not kept
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
@@ -45,6 +45,7 @@ class StageSummary(Scores):
     best_at: int | None = None  # the chosen epoch or round of the stage, counted from 1
     epochs: int | None = None
     client_val_accuracy: float | None = None  # on images that clients hold back
+    dense: int | None = None  # weights that dense training would send: of the backbone, where LoRA or adapters train
     # Of a sparse stage's mask:
     sparsity: float | None = None  # of the maskable weights, as asked,
     reached_sparsity: float | None = None  # and as whole groups allowed
@@ -74,7 +75,14 @@ class Summary(Scores):
     images_per_second: float | None = None
     client_accuracy: ClientSpread | None = None  # of the global model
     personal: dict[str, ClientSpread] = {}  # of clients' own models, by method
+    privacy: dict[str, Any] = {}
     stages: dict[str, StageSummary] = {}
+
+    @property
+    def validation(self) -> float | None:
+        """The accuracy that the final weights were chosen by: the server's, or the clients' where it holds no images."""
+        last = list(self.stages.values())[-1:]
+        return self.val_accuracy if self.val_accuracy is not None or not last else last[0].client_val_accuracy
 
 
 @dataclass(frozen=True)
@@ -136,8 +144,11 @@ class RunFolder:
         if self.summary is None:
             damage = [problem for problem in self.problems if problem.startswith("summary.json")]
             return damage[0] if damage else "unfinished: no summary.json yet"
-        accuracy = self.summary.test_accuracy
-        return None if accuracy is not None and math.isfinite(accuracy) else "no test accuracy in summary.json"
+        tested = self.experiment.test
+        accuracy = self.summary.test_accuracy if tested else self.summary.validation
+        if accuracy is not None and math.isfinite(accuracy):
+            return None
+        return f"no {'test' if tested else 'validation'} accuracy in summary.json"
 
     def chosen(self, stage: str) -> int | None:
         """The epoch or round of `stage` whose weights were kept, where one was selected on validation data."""
@@ -175,7 +186,7 @@ def read_run(path: Path) -> RunFolder:
 class StageMasks:
     """The masks of one stage."""
 
-    shared: dict[int, Mask] = field(default_factory=dict)  # by the round, from 0, in which each came into use
+    shared: dict[int, Mask] = field(default_factory=dict)  # by the round, from 1, in which each came into use
     clients: dict[int, Mask] = field(default_factory=dict)  # clients' own; some of them where there are many
     sizes: list[int] = field(default_factory=list)  # active weights of every client's own mask
 
@@ -191,7 +202,7 @@ def read_masks(run: RunFolder, damage: list[str]) -> dict[str, StageMasks]:
     files: dict[str, dict[tuple[str, int], Path]] = {name: {} for name in names}
     for path in sorted((run.path / "masks").glob("*.safetensors")):
         found = re.fullmatch(r"(.+)\.(round|client)-(\d+)", path.stem)
-        stage, kind, number = found.groups() if found and found[1] in names else (path.stem, "round", "0")
+        stage, kind, number = found.groups() if found and found[1] in names else (path.stem, "round", "1")
         files.setdefault(stage, {})[kind, int(number)] = path
     masks: dict[str, StageMasks] = {}
     for stage, own in files.items():
@@ -316,7 +327,9 @@ def _read_ledger(path: Path, problems: list[str]) -> Messages | None:
     if not path.exists():
         return None
     try:
-        return Counter((line.stage, line.round, line.direction, line.what, line.size) for line in lines(path))
+        return Counter(
+            (line.stage, line.round, line.direction, line.what, line.size) for line in lines(path) if line.size
+        )
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} is damaged: {error}")
         return None

@@ -11,6 +11,7 @@ from fedsieve.report import figures
 from fedsieve.report.federation import describe_federation
 from fedsieve.report.folder import Predictions, RunFolder, StageMasks, StageSummary, read_masks, read_run
 from fedsieve.report.html import TILE, figure, flatten, render, save, tile
+from fedsieve.report.intervals import wilson
 from fedsieve.report.masks import Allocation
 
 WORST_CONFUSIONS = 12
@@ -66,7 +67,7 @@ def _masks(run: RunFolder, found: dict[str, StageMasks], damage: list[str]) -> l
         if not own.shared:
             continue
         last = max(own.shared)
-        mask, file = own.shared[last], f"{stage}.round-{last}" if last else stage
+        mask, file = own.shared[last], f"{stage}.round-{last}" if last > 1 else stage
         told = run.summary.stages.get(stage, StageSummary()).mask_id if run.summary else None
         if told and not mask.id.startswith(told):
             damage.append(
@@ -102,15 +103,11 @@ def _curves(run: RunFolder) -> dict[str, str]:
 
 
 def _interval(run: RunFolder) -> tuple[float, float] | None:
-    """95 % interval of the test accuracy (Wilson 1927): what another test set of this size could well have said."""
+    """95 % interval of the test accuracy (Wilson): what another test set of this size could well have said."""
     if not run.summary or run.summary.test_accuracy is None or not run.predictions:
         return None
-    p, n, z = run.summary.test_accuracy, len(run.predictions.labels), 1.96
-    if not 0 <= p <= 1:
-        return None
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return middle - half, middle + half
+    p = run.summary.test_accuracy
+    return wilson(p, len(run.predictions.labels)) if 0 <= p <= 1 else None
 
 
 def _classes(predictions: Predictions) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from fedsieve.wire.codec import OVERHEAD, Coding
 from fedsieve.wire.values import BITS
 
 # One message of these is what dense FedAvg would send: one to and one from every client in every round.
-EXCHANGES = {"up": ("update", "statistics"), "down": ("model",)}
-OF_WEIGHTS = {"up": ("update", "control"), "down": ("model", "control")}
+EXCHANGES = {"up": ("update", "update.pad", "statistics", "statistics.pad"), "down": ("model",)}
+OF_WEIGHTS = {"up": ("update", "update.pad", "control"), "down": ("model", "control")}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Traffic:
     rounds: np.ndarray  # (R,) numbers of the rounds, from 1
     up: np.ndarray  # (R,) bytes
     down: np.ndarray
-    dense: float | None  # bytes of all the stage's weights in fp32
+    dense: float | None  # bytes of all weights in fp32: the stage's, or the backbone's where LoRA or adapters train
     sent_up: np.ndarray  # (R,) messages that dense FedAvg would send as well
     sent_down: np.ndarray
     limit_up: np.ndarray  # (R,) bytes that updates could not do without; NaN where it cannot be told
@@ -130,6 +130,14 @@ def _stage_size(run: RunFolder, stage: Stage, masks: StageMasks) -> int | None:
     return told.trained if told else None
 
 
+def _dense(run: RunFolder, stage: Stage, size: int | None) -> float | None:
+    """What dense FedAvg would send of a stage, in fp32."""
+    told = run.summary.stages.get(stage.name) if run.summary else None
+    if told and told.dense is not None:
+        return 4.0 * told.dense
+    return None if size is None or {"lora", "adapter"} & {str(part) for part in stage.parts} else 4.0 * size
+
+
 def _from_ledger(
     run: RunFolder,
     stage: Stage,
@@ -137,20 +145,21 @@ def _from_ledger(
     size: int | None,
     masks: StageMasks | None,
 ) -> Traffic:
-    rounds = 1 + max(number for number, *_ in messages)
+    rounds = max(number for number, *_ in messages)
     sums = {way: np.zeros(rounds, dtype=np.int64) for way in ("up", "down")}
     sent = {way: np.zeros(rounds, dtype=np.int64) for way in ("up", "down")}
     limits = {way: np.zeros(rounds) for way in ("up", "down")}
     kinds: dict[tuple[str, str], Kind] = {}
     reader = _Reader(run, stage, size, masks) if masks is not None else None
     for (number, way, what, length), count in sorted(messages.items()):
-        sums[way][number] += count * length
-        sent[way][number] += count * (what in EXCHANGES[way])
-        if what == "statistics":  # where FedAvg trains a head, it sends it to these clients too
-            sent["down"][number] += count
+        place = number - 1
+        sums[way][place] += count * length
+        sent[way][place] += count * (what in EXCHANGES[way])
+        if what in ("statistics", "statistics.pad"):  # where FedAvg trains a head, it sends it to these clients too
+            sent["down"][place] += count
         weights, limit = reader.read(number, way, what, length) if reader else (None, None)
         if what in OF_WEIGHTS[way]:
-            limits[way][number] += np.nan if limit is None else count * limit
+            limits[way][place] += np.nan if limit is None else count * limit
         old = kinds.get((way, what), Kind(way, what, 0, 0, 0, 0.0))
         kinds[way, what] = Kind(
             way,
@@ -160,13 +169,13 @@ def _from_ledger(
             None if weights is None or old.weights is None else old.weights + count * weights,
             None if limit is None or old.limit is None else old.limit + count * limit,
         )
-    dense = reader.size if reader and size is None else size
+    size = reader.size if reader and size is None else size
     return Traffic(
         stage=stage.name,
         rounds=np.arange(1, rounds + 1),
         up=sums["up"],
         down=sums["down"],
-        dense=None if dense is None else 4.0 * dense,
+        dense=_dense(run, stage, size),
         sent_up=sent["up"],
         sent_down=sent["down"],
         limit_up=np.where(limits["up"] > 0, limits["up"], np.nan),
@@ -187,7 +196,7 @@ def _from_records(run: RunFolder, stage: Stage, size: int | None) -> Traffic:
         rounds=numbers("round"),
         up=numbers("bytes_up"),
         down=numbers("bytes_down"),
-        dense=None if size is None else 4.0 * size,
+        dense=_dense(run, stage, size),
         sent_up=numbers("replies"),
         sent_down=numbers("cohort"),
         limit_up=np.full(len(rows), np.nan),
@@ -204,7 +213,7 @@ class _Reader:
         message, settings = run.experiment.message, run.experiment.federation
         self.up = Coding(message.up, message.group, message.top_k)
         self.down = Coding(message.down, message.group)
-        self.masks, self.size = masks, size
+        self.masks, self.size, self.bits = masks, size, run.experiment.privacy.bits
         sieve = run.experiment.mask_of(stage)
         self.sparse, self.own = sieve is not None, sieve is not None and sieve.scope == "client"
         self.shares = sorted({device.density for device in settings.devices} if settings else ()) or [1.0]
@@ -215,9 +224,9 @@ class _Reader:
         if what not in OF_WEIGHTS[way]:
             return None, None
         coding, known = (self.up, self._trained(number)) if way == "up" else (self.down, self._moved(number))
+        if what == "update.pad":  # fixed point; tiers send a part in each of several sums
+            return (known[0], known[0] * self.bits / 8) if len(known) == 1 else (None, None)
         k = self._count(length, coding, known, enclosing=self.own and way == "up")
-        if what == "control" and not self.own:
-            k = known[-1] if known else k  # it may travel without a header
         if k is None:
             return None, None
         if not self.sparse and self.size is None:

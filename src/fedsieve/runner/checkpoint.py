@@ -3,7 +3,6 @@
 A file is the SHA-256 of the rest, then safetensors; the numbers travel as JSON in one of its tensors.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedsieve.files import write_atomic
+from fedsieve.files import read_sealed, write_sealed
 
 NUMBERS = "numbers"  # the tensor that carries the JSON
 
@@ -25,9 +24,8 @@ def save_checkpoint(
     """Write checkpoint `index`, then delete all but the newest `keep`; a failure on the way leaves the old ones."""
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content[NUMBERS] = torch.frombuffer(bytearray(json.dumps(dict(numbers)).encode()), dtype=torch.uint8)
-    body = safetensors.torch.save(content)
     path = folder / f"{index:010d}.ckpt"
-    write_atomic(path, hashlib.sha256(body).digest() + body)
+    write_sealed(path, safetensors.torch.save(content))
     for old in list_checkpoints(folder)[:-keep]:
         old.unlink(missing_ok=True)
     return path
@@ -51,10 +49,7 @@ def load_newest(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Any
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Numbers and tensors of one checkpoint; ValueError when it is not exactly what was written."""
-    content = path.read_bytes()
-    digest, body = content[:32], content[32:]
-    if hashlib.sha256(body).digest() != digest:
-        raise ValueError("its checksum does not match")
+    body = read_sealed(path)
     try:
         tensors = safetensors.torch.load(body)
         numbers = json.loads(bytes(tensors.pop(NUMBERS).numpy()))

@@ -1,16 +1,19 @@
 """The bytes that a federated stage would send, from its formats and sizes alone."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from fedsieve.config import Experiment, Sieve, Stage
-from fedsieve.data.sources import load_column
+from fedsieve.federation.population import Population
 from fedsieve.federation.ridge import SCALES, statistics_space
+from fedsieve.federation.secure import EXPONENTS, MOST
 from fedsieve.mask.calibration import RULES, densities
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.secagg import bytes_of
 from fedsieve.wire.bits import entropy
 from fedsieve.wire.codec import OVERHEAD, Coding, dense_bytes
 
@@ -22,22 +25,17 @@ class People:
     clients: int
     trainers: int
     cohort: int
+    shuffled: bool = False  # nobody comes twice before all came once
 
     @classmethod
-    def of(cls, experiment: Experiment) -> "People":
-        settings = experiment.federation
-        assert settings is not None
-        clients = settings.clients or 100
-        if settings.partition.kind == "natural":
-            assert settings.partition.column is not None
-            clients = len(np.unique(load_column(experiment.data, "train", settings.partition.column)))
-        trainers = max(1, clients - round(settings.held_out * clients))
-        share = settings.cohort
-        cohort = share if isinstance(share, int) else max(1, round(share * trainers))
-        return cls(clients, trainers, min(cohort, trainers))
+    def of(cls, population: Population) -> "People":
+        shuffled = population.settings.sampling == "shuffled"
+        return cls(len(population), population.trainers, population.cohort_size, shuffled)
 
     def met(self, rounds: float) -> float:
         """How many different clients take part in so many rounds, on average."""
+        if self.shuffled:
+            return min(self.trainers, rounds * self.cohort)
         return self.trainers * (1 - (1 - self.cohort / self.trainers) ** rounds)
 
 
@@ -53,7 +51,7 @@ class Estimate:
     extra_up: float  # all that does not come with every round: scores, masks, what earlier stages changed
     extra_down: float
     exchanges: int  # messages each way over all rounds
-    dense: int  # bytes of all of the stage's weights in fp32
+    dense: int  # bytes of all weights in fp32: the stage's, or the backbone's where LoRA or adapters train
 
     @property
     def total(self) -> float:
@@ -65,14 +63,23 @@ class Estimate:
         return 2 * self.exchanges * self.dense
 
 
+def context_bytes(changed: Mapping[str, float], space: ParamSpace) -> float:
+    """What earlier stages changed, as a message: so many weights of each tensor of `space`."""
+    counts = [round(changed.get(name, 0)) for name in space.names]
+    if not any(counts):
+        return 0.0
+    return OVERHEAD + 4 * sum(counts) + entropy(counts, [math.prod(shape) for shape in space.shapes]) / 8
+
+
 def estimate(
-    experiment: Experiment, stage: Stage, people: People, space: ParamSpace, taking: int, before: int
+    experiment: Experiment, stage: Stage, people: People, space: ParamSpace, taking: int, dense: int, before: float
 ) -> Estimate:
-    """What a stage would send: `taking` of its weights may be in a mask, and earlier stages changed `before` others."""
+    """What a stage would send: `taking` of its weights may be in a mask, dense training would send `dense`, and clients that
+    join need `before` bytes of what earlier stages changed."""
     settings = experiment.federation
     assert settings is not None
     if stage.method == "ridge":
-        return _ridge(experiment, stage, space, people)
+        return _ridge(experiment, stage, space, people, before)
     sieve, rounds = experiment.mask_of(stage), stage.length
     k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
     share = sum(device.share * device.density for device in settings.devices) or 1.0
@@ -84,22 +91,40 @@ def estimate(
     kept = up.kept(max(1, round(share * k)))
     positions = entropy([kept], [round(share * k)]) / 8 if up.top_k else 0.0
     both = 2 if settings.correction.kind == "scaffold" else 1
-    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks) if sieve else (0.0, 0.0)
-    extra_down += people.met(rounds) * 4 * before
+    secure = experiment.privacy.aggregation == "secagg"
+    tensors = len(space.names) if secure else 0
+    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks, tensors) if sieve else (0.0, 0.0)
+    message_down = OVERHEAD + down.size(moved) + _indices(down, space, moved)
+    joined = people.met(rounds)
     if settings.client_validation:
-        extra_up += people.cohort * math.ceil(rounds / settings.evaluate_every) * (OVERHEAD + 16)
+        joined = people.met(rounds + 1)
+        measured, protocol = sum_bytes(people.cohort, 2, 8, int(secure))
+        times = people.cohort * math.ceil(rounds / settings.evaluate_every)
+        extra_up += times * measured
+        extra_down += times * protocol + people.cohort * message_down  # the last model, which no round follows
     if settings.blend:
-        extra_up, extra_down = extra_up + people.trainers * (OVERHEAD + 4 * k), extra_down + people.trainers * 4 * k
+        joined = people.trainers
+        shares, protocol = sum_bytes(people.trainers, k, 4, tensors)
+        extra_up += people.trainers * shares
+        extra_down += people.trainers * (protocol + OVERHEAD + 4 * k)
+    extra_down += joined * before
+    message_up, message_down = (
+        both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
+        both * message_down,
+    )
+    if secure:
+        message_up, protocol = bytes_of(people.cohort, kept * experiment.privacy.bits // 8)
+        message_down += protocol
     return Estimate(
-        message_up=both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
-        message_down=both * (OVERHEAD + down.size(moved) + _indices(down, space, moved)),
+        message_up=message_up,
+        message_down=message_down,
         values_up=both * kept,
         values_down=both * moved,
         at_most=own or masks > 1,
         extra_up=extra_up,
         extra_down=extra_down,
         exchanges=rounds * people.cohort,
-        dense=dense_bytes(space),
+        dense=4 * dense,
     )
 
 
@@ -111,10 +136,22 @@ def _indices(coding: Coding, space: ParamSpace, k: int) -> float:
     return 8 * k * places / max(space.size, 1)
 
 
+def sum_bytes(clients: int, values: int, width: int, tensors: int) -> tuple[float, float]:
+    """Bytes up and down of one client in a sum of values of so many bytes; a secure one where `tensors` are given.
+
+    Before that goes a secure sum of the tensors' scales.
+    """
+    if not tensors:
+        return OVERHEAD + width * values, 0.0
+    group = round(clients / -(-clients // MOST))
+    scale, sums = bytes_of(group, 2 * len(EXPONENTS) * (tensors + 1)), bytes_of(group, 8 * (values + 1))
+    return scale[0] + sums[0], scale[1] + sums[1]
+
+
 def _masks(
-    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int
+    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int, tensors: int
 ) -> tuple[float, float]:
-    """Bytes up and down that making masks and sending them takes."""
+    """Bytes up and down that making masks and sending them takes; of secure sums where `tensors` are given."""
     size = OVERHEAD + entropy([k], [taking]) / 8
     if sieve.scope == "client":
         # Each client's mask goes up once; the union goes down again whenever it has grown, and costs most when half full.
@@ -126,24 +163,29 @@ def _masks(
     scoring = min(sieve.clients or people.cohort, people.trainers)
     shares = densities(sieve.sparsity, sieve.calibration_rounds, sieve.schedule)[:-1]
     active = [taking, *(round(share * taking) for share in shares)]
-    scores = sum(OVERHEAD + 4 * count for count in active)
+    scores, protocol = np.sum([sum_bytes(scoring, count, 4, tensors) for count in active], axis=0).tolist()
     steps = sum(OVERHEAD + entropy([new], [old]) / 8 for old, new in pairwise(active))
-    return masks * scoring * scores, masks * (travels + scoring * steps)
+    return masks * scoring * scores, masks * (travels + scoring * (steps + protocol))
 
 
-def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: People) -> Estimate:
+def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: People, before: float) -> Estimate:
     """A closed-form head: every client sends its sums once, and losses where nothing else can fit a temperature."""
     classes, width = space.shapes[space.names.index("head.weight")]
     size = statistics_space(width, classes).size
     asks = stage.ridge.temperature is None and experiment.data.val_fraction == 0
+    secure = experiment.privacy.aggregation == "secagg"
+    up, down = sum_bytes(people.trainers, size, 8, 2 if secure else 0)
+    if asks:
+        losses, protocol = sum_bytes(people.trainers, len(SCALES), 8, int(secure))
+        up, down = up + losses, down + protocol + OVERHEAD + dense_bytes(space)
     return Estimate(
-        message_up=OVERHEAD + 8 * size + (8 * len(SCALES) if asks else 0),
-        message_down=dense_bytes(space) if asks else 0,
+        message_up=up,
+        message_down=down,
         values_up=size,
         values_down=space.size if asks else 0,
         at_most=False,
         extra_up=0.0,
-        extra_down=0.0,
+        extra_down=people.trainers * before,
         exchanges=people.trainers,
         dense=dense_bytes(space),
     )

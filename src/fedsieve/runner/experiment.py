@@ -25,24 +25,25 @@ from torch import Tensor
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.rounds import Context, ServerState
+from fedsieve.federation.state import Context, ServerState
 from fedsieve.files import write_atomic, write_json
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
-from fedsieve.report.page import write_report
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
 from fedsieve.runner.federated import (
     CLIENTS,
     client_summary,
+    describe_privacy,
     describe_rounds,
     fit_ridge,
     fit_rounds,
     make_context,
     personal_summary,
+    write_clients,
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
@@ -61,20 +62,16 @@ def run(
     experiment: Experiment,
     folder: str | Path,
     display: Display | None = None,
-    shared: Shared | None = None,
     page: bool = True,
+    shared: Shared | None = None,
 ) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
-    Runs of one process may hand what they loaded from one to the next in `shared`. `page` writes the report.
+    Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of one
+    process may hand what they loaded from one to the next in `shared`.
     """
     folder, display = Path(folder), display or Display.silent()
-    # A process killed before its first file was whole leaves only that file's hidden beginning.
-    if folder.exists() and (
-        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
-    ):
-        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
-        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
+    check_free(folder)
     preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
@@ -83,7 +80,7 @@ def run(
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display, shared, page)
+        return _execute(experiment, folder, display, page, shared)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -92,8 +89,18 @@ def run(
         raise
 
 
+def check_free(folder: Path) -> None:
+    """Refuse a folder that a new run cannot have."""
+    # A process killed before its first file was whole leaves only that file's hidden beginning.
+    if folder.exists() and (
+        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
+    ):
+        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
+        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
+
+
 def resume(
-    folder: str | Path, display: Display | None = None, shared: Shared | None = None, page: bool = True
+    folder: str | Path, display: Display | None = None, page: bool = True, shared: Shared | None = None
 ) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
@@ -101,12 +108,18 @@ def resume(
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
         display.say(f"{folder}: this run is finished")
         if page:
-            write_report(folder)
+            _write_page(folder)
         return summary
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display, shared, page)
+    return _execute(experiment, folder, display, page, shared)
+
+
+def _write_page(folder: Path) -> None:
+    from fedsieve.report.page import write_report  # figures take seconds to import: not before the first round
+
+    write_report(folder)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -126,13 +139,13 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _execute(
-    experiment: Experiment, folder: Path, display: Display, shared: Shared | None, page: bool
+    experiment: Experiment, folder: Path, display: Display, page: bool, shared: Shared | None
 ) -> dict[str, Any]:
     with _only_process(folder), _stop_signals() as signals, display:
         try:
             summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False)).go()
             if page:
-                write_report(folder)
+                _write_page(folder)
             return summary
         except KeyboardInterrupt:
             raise FedsieveError(
@@ -166,11 +179,13 @@ class _Run:
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
         self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
-        self.chosen: list[Tensor] = []  # and its chosen weights
+        self.chosen: list[Tensor] = []  # its chosen weights,
+        self.masks: list[Tensor] = []  # and, of a federation, the bits of the mask they were trained with, if any
         self.state: StageState | ServerState | None = None  # of the stage under way,
         self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
-        self.ledger_bytes = 0  # the ledger's length,
+        self.ledger_bytes, self.ledger_digest = 0, ""  # the ledger's length and digest,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
+        self.given: dict[str, Any] = {}  # under differential privacy, what was given out
         self.context: Context | None = None  # of a federation
 
     def go(self) -> dict[str, Any]:
@@ -195,10 +210,20 @@ class _Run:
             saved = None
         metrics_bytes = self._restore(*saved) if saved else 0
         if self.experiment.federation is not None:
-            versions = self.memories[-1] if self.memories else {}
             self.context = make_context(
-                self.experiment, self.setup, self.initial, self.folder, self.ledger_bytes, versions, self.display.say
+                self.experiment,
+                self.setup,
+                self.initial,
+                self.folder,
+                self.display.say,
+                self.ledger_bytes,
+                self.ledger_digest,
+                self.memories[-1] if self.memories else None,
+                self.marks["config.yaml"],
+                self.given,
             )
+            if not (self.folder / CLIENTS).exists():
+                write_clients(self.context.population, None, self.folder / CLIENTS)
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
             # What was written after the checkpoint will be written again, the same.
             self.metrics.truncate(metrics_bytes)
@@ -217,10 +242,7 @@ class _Run:
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:
-        """The file that no longer begins with the lines that a checkpoint counts on; None where all do."""
-        ledger = self.folder / "ledger.csv"
-        if numbers["ledger_bytes"] and not (ledger.exists() and ledger.stat().st_size >= numbers["ledger_bytes"]):
-            return ledger.name
+        """metrics.jsonl, where it no longer begins with the lines that a checkpoint counts on; None where it does."""
         try:
             content = (self.folder / "metrics.jsonl").read_bytes()[: numbers["metrics_bytes"]]
             lines = [json.loads(line) for line in content.splitlines()]
@@ -262,6 +284,8 @@ class _Run:
             self.signals.under_way = False
             self.setup.release()
             self.chosen.append(space.read(self.setup.model))
+            bits = self.state.best_mask if isinstance(self.state, ServerState) else None
+            self.masks.append(torch.empty(0, dtype=torch.uint8) if bits is None else bits)
             self.finished.append(
                 {
                     "name": stage.name,
@@ -348,11 +372,14 @@ class _Run:
         self.seconds, self.clock = self.seconds + now - self.clock, now
         if self.context:
             self.context.ledger.sync()
-            self.ledger_bytes = self.context.ledger.offset
+            self.ledger_bytes, self.ledger_digest = self.context.ledger.offset, self.context.ledger.digest
             versions = self.context.store.write(self.ticks)
             self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
+            self.given = self.context.account.numbers() if self.context.account else {}
         numbers = {
+            "given": self.given,
             "ledger_bytes": self.ledger_bytes,
+            "ledger_digest": self.ledger_digest,
             "memories": self.memories,
             "ticks": self.ticks,
             "records": self.records,
@@ -365,6 +392,7 @@ class _Run:
             "state": self.state.numbers() if self.state else None,
         }
         tensors = {f"chosen.{number}": tensor for number, tensor in enumerate(self.chosen)}
+        tensors |= {f"mask.{number}": bits for number, bits in enumerate(self.masks)}
         if self.state:
             tensors |= {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
         save_checkpoint(self.folder / "checkpoints", self.ticks, numbers, tensors, self.experiment.checkpoint.keep)
@@ -381,10 +409,12 @@ class _Run:
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
-        self.mask_id = numbers["mask_id"]
-        self.ledger_bytes, self.memories = numbers["ledger_bytes"], numbers["memories"]
+        self.mask_id, self.given = numbers["mask_id"], numbers["given"]
+        self.ledger_bytes, self.ledger_digest = numbers["ledger_bytes"], numbers["ledger_digest"]
+        self.memories = numbers["memories"]
         device = self.setup.device
         self.chosen = [tensors[f"chosen.{number}"].to(device) for number in range(len(self.finished))]
+        self.masks = [tensors[f"mask.{number}"] for number in range(len(self.finished))]
         for stage, theta in zip(self.experiment.stages, self.chosen, strict=False):
             self.setup.space(stage).write(self.setup.model, theta)
         if numbers["state"]:
@@ -401,19 +431,22 @@ class _Run:
         return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
 
     def _finish(self) -> dict[str, Any]:
-        """Open the test set, measure every stage's chosen weights on it, and write down what came out."""
+        """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
         setup = self.setup
-        test = setup.test_feed()
+        test = setup.test_feed() if self.experiment.test else None
         setup.model.load_state_dict(self.initial)
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
             setup.space(stage).write(setup.model, theta)
-            logits = predict(setup.model, test, setup.autocast)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            found = measure(logits, test.labels, "test")
+            found = {"test_loss": math.nan, "test_accuracy": math.nan}
+            if test is not None:
+                logits = predict(setup.model, test, setup.autocast)
+                found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
-        self._write_predictions(logits, test)
+        if test is not None:
+            self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
         summary = {
@@ -425,40 +458,53 @@ class _Run:
             "peak_memory": torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else None,
             "train_images": len(setup.train),
             "val_images": len(setup.validation),
-            "test_images": len(test),
+            "test_images": 0 if test is None else len(test),
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
-            **self._summarise_federation(stages, logits, test),
+            **self._summarise_federation(stages),
+            **({} if test is None else self._test_clients(logits, test)),
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
 
-    def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
-        """The whole run in a federation's terms: the last stage's mask and drift, all stages' rounds and bytes."""
+    def _summarise_federation(self, stages: dict[str, Any]) -> dict[str, Any]:
+        """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
-        last = stages[self.experiment.stages[-1].name]
+
+        def newest(key: str) -> Any:  # a head in closed form has neither mask nor drift
+            return next((stage[key] for stage in reversed(stages.values()) if stage.get(key) is not None), None)
+
         refused: dict[str, int] = {}
         for stage in stages.values():
             for reason, count in stage["refused"].items():
                 refused[reason] = refused.get(reason, 0) + count
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        labels = test.labels.cpu().numpy()
-        personal = {}
-        if self.context.population.settings.personal:
-            personal = {"personal": personal_summary(self.context, last, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
             "bytes_down": self.context.ledger.total["down"],
-            "sparsity": last.get("sparsity"),
-            "mask_id": last.get("mask_id"),
-            "drift": last["drift"],
+            "sparsity": newest("sparsity"),
+            "mask_id": newest("mask_id"),
+            "drift": newest("drift"),
             "refused": refused,
-            "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
-            **personal,
+            "privacy": describe_privacy(self.context),
         }
+
+    def _test_clients(self, logits: Tensor, test: Feed) -> dict[str, Any]:
+        """How the final model, and personal ones, serve the clients of a federation."""
+        if self.context is None:
+            return {}
+        population = self.context.population
+        correct = (logits.argmax(1) == test.labels).cpu().numpy()
+        personal = {}
+        if population.settings.personal:
+            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
+            shared = sieve is not None and sieve.scope != "client"
+            mask = Mask(space, self.masks[-1].numpy()) if shared else None
+            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
+        labels = test.labels.cpu().numpy()
+        return {"client_accuracy": client_summary(population, correct, labels, self.folder / CLIENTS), **personal}
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""
@@ -478,8 +524,14 @@ class _Run:
 
 
 def config_digest(experiment: Experiment) -> str:
-    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
-    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
+    """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
+    incidental: Any = {
+        "device": True,
+        "tracking": True,
+        "checkpoint": True,
+        "test": True,
+        "data": {"cache", "placement"},
+    }
     return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 

@@ -1,48 +1,62 @@
 """Federated stages of an experiment: clients from its data, rounds from its stages, and what clients see at the end."""
 
-import contextlib
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Stage
 from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.attacks import label_flip
+from fedsieve.federation.calibrate import sieve_at
+from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
 from fedsieve.federation.population import Population, make_population
 from fedsieve.federation.ridge import federated_ridge
-from fedsieve.federation.rounds import Context, Federated, ServerState
+from fedsieve.federation.rounds import Federated
+from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
+from fedsieve.federation.sums import check_numbers
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
-from fedsieve.model.build import OnFeatures
+from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
-from fedsieve.runner.setup import Setup, feature_feeds
+from fedsieve.privacy.dp import Account, bound_key, load_or_make_key
+from fedsieve.runner.setup import Setup, chosen_executor, feature_feeds
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.sieve import reached_sparsity
-from fedsieve.wire.ledger import Direction, Ledger
+from fedsieve.wire.ledger import Ledger
 
 Watch = Callable[[], dict[str, float]]
 CLIENTS = "clients.npz"
 PERSONAL = "personal.npz"
 
 
-def populate(experiment: Experiment, setup: Setup) -> Population:
-    """Deal the training images to clients."""
+def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Population:
+    """Deal training images to clients: their `labels`, and which `rows` of the source they are."""
     settings = experiment.federation
     assert settings is not None
     groups = None
     if settings.partition.kind == "natural":
         assert settings.partition.column is not None
-        groups = load_column(experiment.data, "train", settings.partition.column)[setup.train.rows]
-    return make_population(settings, setup.train.labels.cpu().numpy(), experiment.seed, groups)
+        groups = load_column(experiment.data, "train", settings.partition.column)[rows]
+    population = make_population(settings, labels, experiment.seed, groups)
+    check_numbers(experiment, population.cohort_size, population.trainers)
+    if population.cohort_size < settings.minimum_replies:
+        raise FedsieveError(
+            f"federation.minimum_replies: {settings.minimum_replies} replies cannot come from a cohort of "
+            f"{population.cohort_size}"
+        )
+    return population
 
 
 def make_context(
@@ -50,34 +64,44 @@ def make_context(
     setup: Setup,
     initial: Mapping[str, Tensor],
     folder: Path,
-    offset: int,
-    versions: Mapping[str, int],
     say: Callable[[str], None],
+    offset: int = 0,
+    digest: str | None = None,
+    versions: Mapping[str, int] | None = None,
+    mark: str = "",
+    given: Mapping[str, Any] | None = None,
 ) -> Context:
-    """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names."""
-    kind = experiment.executor
-    if kind == "auto":
-        kind = "stacked" if setup.device.type == "cuda" else "sequential"
-    context = Context(
+    """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names.
+
+    Under differential privacy, `mark` stands for the settings that the noise belongs to, and `given` is what the account said
+    when the run was left.
+    """
+    population, account = populate(experiment, setup.train.labels.cpu().numpy(), setup.train.rows), None
+    if experiment.privacy.dp is not None:
+        key = bound_key(load_or_make_key(folder / "checkpoints" / "dp.key", resumed=bool(given)), mark)
+        account = Account(experiment, population.rate, population.trainers, key, given or {})
+        population = replace(population, secret=key)
+    if population.settings.attack is not None and population.settings.attack.kind == "label_flip":
+        labels = setup.train.labels.clone()
+        for client in population.hostile:
+            rows = torch.from_numpy(population.examples(client)).to(labels.device)
+            labels[rows] = label_flip(labels[rows], len(setup.class_names))
+        setup.train = replace(setup.train, labels=labels)
+    return Context(
         experiment=experiment,
-        population=populate(experiment, setup),
+        population=population,
         model=setup.model,
         initial=initial,
         train=setup.train,
         validation=setup.validation,
         autocast=setup.autocast,
         speed=setup.speed,
-        executor=kind,
-        ledger=Ledger(folder / "ledger.csv", offset),
+        executor=chosen_executor(experiment, setup.device),
+        ledger=Ledger(folder / "ledger.csv", offset, digest),
         store=ClientStore(folder / "clients", versions),
+        account=account,
         say=say,
     )
-    if context.population.cohort_size < context.population.settings.minimum_replies:
-        raise FedsieveError(
-            f"federation.minimum_replies: {context.population.settings.minimum_replies} replies cannot come from a cohort "
-            f"of {context.population.cohort_size}"
-        )
-    return context
 
 
 def fit_rounds(
@@ -102,6 +126,8 @@ def fit_rounds(
         return setup.validate(forward, validation) | watch()
 
     context.keep_mask = keep_mask
+    if state is None and (told := stage.spent):
+        context.say(f"{stage.name}: {told}")
     federated = Federated(context, stage, space, forward, theta, train, validate, state)
     return space, federated.state, federated.rounds()
 
@@ -116,7 +142,7 @@ def fit_ridge(
 
     def solved() -> Iterator[Tick]:
         clock = time.perf_counter()
-        before = dict(context.ledger.total) if context else {}
+        sent = dict(context.ledger.total) if context else {}
         train, validation = feature_feeds(setup)
         assert train.features is not None
         clients = [(0, np.arange(len(train)))]
@@ -125,14 +151,16 @@ def fit_ridge(
             numbers = people.trainer(np.arange(people.trainers)).tolist()
             clients = [(client, people.examples(client)) for client in numbers]
 
-        def count(client: int, direction: str, what: str, size: int) -> None:
-            if context:
-                way: Direction = "up" if direction == "up" else "down"
-                context.ledger.add(stage.name, 0, client, way, what, size)
-
+        device = train.labels.device
+        channel = (
+            context.channel(stage.name, device) if context else Channel(None, setup.experiment.seed, stage.name, device)
+        )
+        if context and (before := context.changed_weights(but=space)) is not None:
+            mask, values = before  # features are those of the backbone as it is now
+            channel.down("context", [client for client, _ in clients], 0, mask, values.float(), EXACT, enclose=True)
         held = None if validation.features is None else (validation.features, validation.labels)
         weight, bias, chosen = federated_ridge(
-            stage.ridge, train.features, train.labels, len(setup.class_names), clients, held, count
+            stage.ridge, train.features, train.labels, len(setup.class_names), clients, held, channel
         )
         parts = {"head.weight": weight, "head.bias": bias}
         theta = space.flatten({name: parts[name].to(state.theta.dtype) for name in space.names})
@@ -142,8 +170,10 @@ def fit_ridge(
         record |= measure(predict(setup.model.head, train, setup.autocast), train.labels, "train")
         record |= chosen
         if context:
-            record |= {f"bytes_{way}": context.ledger.total[way] - before[way] for way in ("up", "down")}
+            record |= {f"bytes_{way}": context.ledger.total[way] - sent[way] for way in ("up", "down")}
             record |= {"cohort": len(clients), "replies": len(clients), "refused": {}}
+        if context and context.account:
+            record["epsilon"] = context.account.spent()
         record |= setup.validate(setup.model.head, validation) | watch()
         state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}
         record["seconds"] = state.seconds = time.perf_counter() - clock
@@ -155,6 +185,14 @@ def fit_ridge(
 def client_summary(population: Population, correct: np.ndarray, labels: np.ndarray, file: Path) -> dict[str, Any]:
     """How well the global model serves each client, whose test set has its own shares of classes; details in `file`."""
     accuracy = client_accuracies(correct, labels, population.counts, len(population))
+    write_clients(population, accuracy, file)
+    return spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers))
+
+
+def write_clients(population: Population, accuracy: np.ndarray | None, file: Path) -> None:
+    """Who holds what, and how well the model serves each; a run that is not finished has no accuracies yet."""
+    if accuracy is None:
+        accuracy = np.full(len(population), np.nan)
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,
@@ -166,22 +204,21 @@ def client_summary(population: Population, correct: np.ndarray, labels: np.ndarr
         examples=population.counts.examples,
     )
     write_atomic(file, buffer.getvalue())
-    return spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers))
 
 
 def personal_summary(
-    context: Context, stage: Mapping[str, Any], correct: np.ndarray, test: Feed, folder: Path
+    context: Context, mask: Mask | None, correct: np.ndarray, test: Feed, folder: Path
 ) -> dict[str, Any]:
     """How well personal models serve their clients, beside the global one, which got `correct` (T,) right.
 
-    `stage` is the summary of the last one. Details are in personal.npz.
+    `mask` is what all clients trained in the chosen round of the last stage. Details are in personal.npz.
     """
     population, settings = context.population, context.population.settings.personal
     assert settings is not None
     clients = chosen_clients(population, settings.clients)
     labels = test.labels.cpu().numpy()
     accuracy = {"global": client_accuracies(correct, labels, population.counts, len(population))[clients]}
-    models = PersonalModels(context, clients, _shared_mask(context.experiment, stage, folder), test)
+    models = PersonalModels(context, clients, mask, test)
     accuracy |= {method: models.accuracies(method) for method in settings.methods}
     strangers = np.isin(clients, population.strangers)
     buffer = io.BytesIO()
@@ -196,34 +233,36 @@ def personal_summary(
     return {method: spread_apart(found, strangers) for method, found in accuracy.items()}
 
 
-def _shared_mask(experiment: Experiment, stage: Mapping[str, Any], folder: Path) -> Mask | None:
-    """The mask that the last stage ended with, from its file; None where it had none or clients had their own."""
-    last = experiment.stages[-1]
-    sieve = experiment.mask_of(last)
-    if sieve is None or sieve.scope == "client":
-        return None
-    for file in sorted((folder / "masks").glob(f"{last.name}*.safetensors")):
-        with contextlib.suppress(FedsieveError):  # another's file may be damaged
-            if (mask := Mask.load(file)).id == stage["mask_id"]:
-                return mask
-    raise FedsieveError(
-        f"{folder / 'masks'}: the mask of stage {last.name}, which personal models need, is missing or damaged", 1
-    )
-
-
 def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, setup: Setup) -> dict[str, Any]:
     """What the summary says of a federated stage beside what it says of any."""
     described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
+    described["dense"] = ParamSpace.of(setup.model, dense_names(setup.model, stage.train)).size
     described |= {key: value for key, value in state.chosen.items() if key.startswith("client_val_")}
+    if state.simulated_seconds:
+        described["simulated_seconds"] = state.simulated_seconds
     sieve = experiment.mask_of(stage)
     if sieve is None:
         return described
-    described |= {"rule": sieve.rule, "sparsity": sieve.sparsity, "scope": sieve.scope}
+    asked = sieve_at(sieve, state.best_generation - 1, stage.length)
+    described |= {"rule": sieve.rule, "sparsity": asked.sparsity, "scope": sieve.scope}
     described["calibration_seconds"] = state.calibration_seconds
-    bits = state.moved if sieve.scope == "client" else state.mask
-    if bits is not None:
-        mask = Mask(setup.space(stage), bits.numpy())
+    if state.best_mask is not None:
+        mask = Mask(setup.space(stage), state.best_mask.numpy())
         whole = sum(parameter.numel() for parameter in setup.model.parameters())
         described["reached_sparsity"] = reached_sparsity(mask, sieve, setup.model)
         described |= {"active": mask.count, "active_share": mask.count / whole, "mask_id": mask.id}
+    return described
+
+
+def describe_privacy(context: Context) -> dict[str, Any]:
+    """What the summary says of what the server learnt of single clients."""
+    account, attack = context.account, context.population.settings.attack
+    described: dict[str, Any] = {"aggregation": context.experiment.privacy.aggregation}
+    if account is not None:
+        settings = account.settings
+        described |= {"epsilon": account.spent(), "delta": settings.delta, "noise_multiplier": account.sigma}
+        described |= {"clip_norm": settings.clip_norm, "rounds": account.rounds, "releases": len(account.releases)}
+    described["aggregator"] = context.population.settings.aggregator.kind
+    if attack is not None:
+        described |= {"attack": attack.kind, "hostile": sorted(context.population.hostile)}
     return described

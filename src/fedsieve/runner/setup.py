@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 
 import numpy as np
@@ -15,6 +15,7 @@ from fedsieve.data.sources import Split, cache_folder, keep_classes, kind_of
 from fedsieve.data.splits import hold_out
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.calibrate import check_tiers
 from fedsieve.federation.personal import norm_names
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
@@ -38,6 +39,10 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.device:
     """Refuse, before a weight or an image is loaded, what cannot run on this machine; gives the device."""
     device, shared = choose_device(experiment.device), shared or Shared(keep=False)
+    if experiment.clients_at_once and chosen_executor(experiment, device) == "sequential":
+        raise FedsieveError(
+            f"clients_at_once goes with executor: stacked, and on {device.type} auto is sequential: say executor: stacked"
+        )
     kind_of(experiment.data.source)
     check_backbone(experiment.model)
     if experiment.model.weights not in ("hub", "none", "digits"):
@@ -51,10 +56,23 @@ def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.dev
             name.startswith("head.") for name in space.names
         ):
             check_sieve(sieve, model, space)
+            check_tiers(sieve, experiment.federation.devices if experiment.federation else (), model, space)
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)
+    if experiment.privacy.dp and device.type == "cuda" and not experiment.deterministic:
+        raise FedsieveError(
+            "privacy.dp: a run that is resumed must repeat its rounds bit for bit, since it repeats their noise. On a GPU that "
+            "takes deterministic: true"
+        )
     return device
+
+
+def chosen_executor(experiment: Experiment, device: torch.device) -> str:
+    """What trains a cohort: sequential or stacked."""
+    if experiment.executor == "auto":
+        return "stacked" if device.type == "cuda" else "sequential"
+    return experiment.executor
 
 
 def blank_model(experiment: Experiment, classes: int) -> Classifier:
@@ -86,6 +104,7 @@ class Setup:
     class_names: list[str]
     data_fingerprint: str
     model: Classifier
+    say: Callable[[str], None] | None = None  # to the user, one line
     shared: Shared = field(default_factory=lambda: Shared(keep=False))
     undo: Callable[[], None] | None = None  # of what the stage under way did to the model
 
@@ -146,13 +165,7 @@ def prepare(experiment: Experiment, display: Display, shared: Shared | None = No
     set_deterministic(experiment.deterministic)
     data = experiment.data
     images = shared.images(data, "train", display.say)
-    rows, held = hold_out(
-        images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
-    )
-    if data.val_fraction and not len(held):
-        raise FedsieveError(
-            f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on"
-        )
+    rows, held = split_rows(experiment, images.labels.numpy())
     # Split first, choose classes second: the split is then the same whatever the classes.
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
@@ -175,8 +188,20 @@ def prepare(experiment: Experiment, display: Display, shared: Shared | None = No
         class_names=class_names,
         data_fingerprint=images.fingerprint,
         model=model.to(device),
+        say=display.say,
         shared=shared,
     )
+
+
+def split_rows(experiment: Experiment, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to train on, and those to validate on."""
+    data = experiment.data
+    rows, held = hold_out(labels, data.val_fraction, data.stratified, generator(experiment.seed, "validation split"))
+    if data.val_fraction and not len(held):
+        raise FedsieveError(
+            f"data.val_fraction: {data.val_fraction:g} of {len(labels)} images leaves none to validate on"
+        )
+    return rows, held
 
 
 def statistics(data: Data, images: Tensor, rows: np.ndarray) -> Statistics:
@@ -217,7 +242,17 @@ def fit_stage(
         return setup.validate(forward, validation) | watch()
 
     steps = train_stage(
-        stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask, setup.speed
+        stage,
+        forward,
+        theta,
+        state,
+        train,
+        validate,
+        setup.experiment.seed,
+        setup.autocast,
+        mask,
+        setup.speed,
+        setup.say,
     )
     return space, state, steps
 
@@ -230,7 +265,8 @@ def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
     def featured(feed: Feed) -> Feed:
         rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
         key = ("features", weights, setup.data_fingerprint, feed.transform, rows, setup.device, experiment.precision)
-        return setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast))
+        made = setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features)
+        return replace(feed, features=made)
 
     train, validation = (featured(feed) if len(feed) else feed for feed in (setup.train, setup.validation))
     return train, validation

@@ -98,7 +98,7 @@ def encode(
 def encode_many(
     values: Tensor,
     coding: Coding,
-    over: Mask | ParamSpace | Sequence[Mask],
+    over: Mask | ParamSpace,
     *,
     round: int,
     clients: Sequence[int],
@@ -108,19 +108,17 @@ def encode_many(
     within: Mask | None = None,
     check: bool = True,
 ) -> list[bytes]:
-    """Messages of rows of values (clients, k), on any device; `over` is the mask or space of all or a mask for each.
+    """Messages of rows of values (clients, k), on any device, of the active weights of a mask or of a whole space.
 
     `ns` are the clients' weights in an average; 64-bit `keys` address the draws that int8 and int4 round by. `enclose`
     adds the mask, `within` a mask that the receiver knows to contain it. Values that are not finite, or not in their
     format, are refused; without `check` they travel as they are, and it is the receiver who refuses.
     """
-    overs = [over] * len(clients) if isinstance(over, (Mask, ParamSpace)) else list(over)
-    if not len(values) == len(clients) == len(ns) == len(overs) or (keys is not None and len(keys) != len(clients)):
-        raise FedsieveError("a batch of messages needs one row of values, client, n, mask and key for each")
+    if not len(values) == len(clients) == len(ns) or (keys is not None and len(keys) != len(clients)):
+        raise FedsieveError("a batch of messages needs one row of values, client, n and key for each")
     k = values.shape[1]
-    for one in set(overs):
-        if k != (wanted := 0 if coding.format == "none" else _count(one)):
-            raise FedsieveError(f"a message of {wanted:,} values in {coding.format} cannot be made of {k:,}")
+    if k != (wanted := 0 if coding.format == "none" else _count(over)):
+        raise FedsieveError(f"a message of {wanted:,} values in {coding.format} cannot be made of {k:,}")
     if check and not (good := fits(values, coding)).all():
         number = int(good.long().argmin())
         size = float(values[number].abs().amax())
@@ -133,10 +131,10 @@ def encode_many(
         positions = [pack(row, [k]) for row in chosen.cpu().numpy()]
     words = None if keys is None else torch.tensor(np.array(keys, dtype=np.uint64).view(np.int64), device=values.device)
     payload = quantise(values, coding, words).cpu().numpy()
-    sections = {one: _section(one, coding, enclose, within) for one in set(overs)}
+    section = _section(over, coding, enclose, within)
     return [
-        _seal(coding, round, client, n, one, sections[one], place, row.data)
-        for client, n, one, place, row in zip(clients, ns, overs, positions, payload, strict=True)
+        _seal(coding, round, client, n, over, section, place, row.data)
+        for client, n, place, row in zip(clients, ns, positions, payload, strict=True)
     ]
 
 
@@ -164,7 +162,7 @@ def decode(
 def decode_many(
     messages: Sequence[bytes],
     coding: Coding,
-    over: Mask | ParamSpace | Sequence[Mask],
+    over: Mask | ParamSpace,
     *,
     enclosed: bool = False,
     within: Mask | None = None,
@@ -174,16 +172,14 @@ def decode_many(
 ) -> list[Message | MessageError]:
     """For each message what it says, or why it is refused; values lie on `device` as rows of one tensor.
 
-    The receiver states what it expects: the coding, and `over` the mask that the values belong to (or one for each), or
-    the space where they are of all its weights or, if `enclosed`, of a mask in the message. `round` and `clients`
-    refuse messages of others.
+    The receiver states what it expects: the coding, and `over` the mask that the values belong to, or the space where they
+    are of all its weights or, if `enclosed`, of a mask in the message. `round` and `clients` refuse messages of others.
     """
-    overs = [over] * len(messages) if isinstance(over, (Mask, ParamSpace)) else list(over)
     results: list[Message | MessageError] = []
     batches: dict[int, list[tuple[int, _Opened]]] = {}
-    for number, (message, one) in enumerate(zip(messages, overs, strict=True)):
+    for number, message in enumerate(messages):
         try:
-            opened = _open(message, coding, one, enclosed, within)
+            opened = _open(message, coding, over, enclosed, within)
             if round is not None and opened.message.round != round:
                 raise MessageError("round", f"a message of round {opened.message.round} came in round {round}")
             if clients is not None and opened.message.client != clients[number]:

@@ -1,0 +1,206 @@
+"""Masks across clients: one from their summed scores, one that the server scores, one of each client's own; their tiers."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsieve.config import Device, Sieve
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.channel import Channel
+from fedsieve.federation.state import Context, ServerState
+from fedsieve.federation.sums import Part, sum_over_clients
+from fedsieve.mask.calibration import RULES
+from fedsieve.mask.mask import Mask
+from fedsieve.mask.selection import attention_heads, can_last, select
+from fedsieve.model.space import ParamSpace
+from fedsieve.randomness import generator
+from fedsieve.train.feed import Feed
+from fedsieve.train.sieve import Sensitivity, calibrated, scorer, squared_gradients, taking_part
+
+
+def is_due(sieve: Sieve, state: ServerState) -> bool:
+    """Whether a shared or public mask is to be made before the next round."""
+    if state.mask is None:
+        return True
+    # The first mask is that of round 0, the next that of round `refresh`.
+    return sieve.refresh is not None and state.generation <= state.round // sieve.refresh
+
+
+def sieve_at(sieve: Sieve, generation: int, rounds: int) -> Sieve:
+    """The settings of a stage's n-th mask: with `start_sparsity`, the sparsity moves with each new one."""
+    if sieve.start_sparsity is None or sieve.refresh is None:
+        return sieve
+    share = min(1.0, generation / max(1, (rounds - 1) // sieve.refresh))
+    now = sieve.start_sparsity + share * (sieve.sparsity - sieve.start_sparsity)
+    return sieve.model_copy(update={"sparsity": now})
+
+
+def one_mask(
+    context: Context,
+    channel: Channel,
+    space: ParamSpace,
+    sieve: Sieve,
+    state: ServerState,
+    inform: Callable[[Sequence[int]], None],
+) -> tuple[Mask, Tensor]:
+    """A new mask for all clients at the weights that the model has, and the last scores (D,) it was made by.
+
+    `inform` brings clients that score up to date.
+    """
+    seed = context.experiment.seed
+    address = (channel.stage, state.generation) if state.generation else (channel.stage,)
+    sensitivity = (
+        _public_scores(context, space, sieve, address)
+        if sieve.scope == "public"
+        else _summed_scores(context, channel, space, sieve, state.round, address, inform)
+    )
+    score = scorer(sieve, context.model, space, sensitivity, seed, *address)
+    last: list[Tensor] = []
+
+    def noting(active: Mask, number: int) -> Tensor:
+        last[:] = [score(active, number)]
+        return last[0]
+
+    def said(number: int, mask: Mask) -> None:
+        context.say(
+            f"{channel.stage}: calibration round {number + 1} of {sieve.calibration_rounds}, "
+            f"{mask.count:,} of {space.size:,} weights active"
+        )
+
+    return calibrated(sieve, context.model, space, noting, said), last[0]
+
+
+def _summed_scores(
+    context: Context,
+    channel: Channel,
+    space: ParamSpace,
+    sieve: Sieve,
+    round: int,
+    address: tuple[int | str, ...],
+    inform: Callable[[Sequence[int]], None],
+) -> Sensitivity:
+    """Scores as sums over some clients, who hear before each calibration round what is left to score."""
+    people, seed = context.population, context.experiment.seed
+    count = min(sieve.clients or people.cohort_size, people.trainers)
+    rng = generator(seed, "calibration cohort", *address)
+    scoring = people.trainer(np.sort(rng.choice(people.trainers, count, replace=False))).tolist()
+    known: Mask | None = None
+
+    def sensitivity(active: Mask, number: int) -> Tensor:
+        nonlocal known
+        if number:
+            channel.down("mask", scoring, round, active, enclose=True, within=known)
+        else:
+            inform(scoring)
+        known, places = active, active.indices()
+
+        def parts() -> Iterator[Part]:
+            for client in scoring:
+                rows = generator(seed, "fisher rows", *address, client).permutation(people.examples(client))
+                rows = rows[: -(-sieve.fisher.samples // count)]
+                part, n = squares(context, space, sieve, context.train, active, number, rows, *address, client)
+                yield client, part[places.to(part.device)].float(), n
+
+        total, seen = sum_over_clients(channel, "scores", round, active, parts())
+        scores = torch.zeros(space.size)
+        scores[places] = (total / seen).float().cpu()
+        return scores
+
+    return sensitivity
+
+
+def _public_scores(context: Context, space: ParamSpace, sieve: Sieve, address: tuple[int | str, ...]) -> Sensitivity:
+    """Scores on images that the server holds: validation where there is some, training otherwise."""
+    held = context.validation if len(context.validation) else context.train
+    rows = generator(context.experiment.seed, "fisher rows", *address).permutation(len(held))[: sieve.fisher.samples]
+
+    def sensitivity(active: Mask, number: int) -> Tensor:
+        part, seen = squares(context, space, sieve, held, active, number, rows, *address)
+        return (part / seen).float().cpu()
+
+    return sensitivity
+
+
+def client_mask(context: Context, sieve: Sieve, space: ParamSpace, client: int, *address: int | str) -> Mask:
+    """The mask that a client calibrates on its own images, at the weights that the model has."""
+    seed, address = context.experiment.seed, (*address, client)
+    rows = generator(seed, "fisher rows", *address).permutation(context.population.examples(client))
+    rows = rows[: sieve.fisher.samples]
+
+    def sensitivity(active: Mask, number: int) -> Tensor:
+        part, seen = squares(context, space, sieve, context.train, active, number, rows, *address)
+        return (part / seen).float().cpu()
+
+    return calibrated(sieve, context.model, space, scorer(sieve, context.model, space, sensitivity, seed, *address))
+
+
+def squares(
+    context: Context,
+    space: ParamSpace,
+    sieve: Sieve,
+    feed: Feed,
+    active: Mask,
+    number: int,
+    rows: np.ndarray,
+    *address: int | str,
+) -> tuple[Tensor, int]:
+    """The sum (D,) of squared gradients over `rows` of `feed`, and their number."""
+    model, autocast, seed = context.model, context.autocast, context.experiment.seed
+    return squared_gradients(sieve, model, space, feed, active, number, rows, autocast, seed, *address)
+
+
+def nested_tiers(context: Context, sieve: Sieve, mask: Mask, ranks: Tensor) -> dict[float, Mask]:
+    """By density, the parts of a shared mask that smaller devices train: each within the next larger one.
+
+    `ranks` (k,) are the scores of the mask's weights.
+    """
+    scores = torch.zeros(mask.space.size)
+    scores[mask.indices()] = ranks.cpu().float()
+    inside, tiers = mask, {}
+    heads = attention_heads(context.model) if sieve.granularity == "attention_head" else None
+    for share in tier_densities(context.population.settings.devices):
+        k = max(1, round(share * mask.count))
+        try:
+            kept = select(
+                scores,
+                inside.to_bool(),
+                k,
+                mask.space,
+                lowest=RULES[sieve.rule].lowest,
+                granularity=sieve.granularity,
+                min_active_per_tensor=0,
+                maskable=taking_part(sieve, context.model, mask.space),
+                heads=heads,
+            )
+        except FedsieveError as error:
+            raise _too_small(sieve, share, k, error) from None
+        inside = tiers[share] = Mask.from_bool(mask.space, kept)
+    return tiers
+
+
+def tier_densities(devices: Sequence[Device]) -> list[float]:
+    """The densities below 1, from the largest on."""
+    return sorted({device.density for device in devices if device.density < 1}, reverse=True)
+
+
+def check_tiers(sieve: Sieve, devices: Sequence[Device], model: nn.Module, space: ParamSpace) -> None:
+    """Refuse devices too small for one whole group of the mask."""
+    if sieve.granularity == "weight":
+        return
+    taking = taking_part(sieve, model, space)
+    heads = attention_heads(model) if sieve.granularity == "attention_head" else None
+    for share in tier_densities(devices):
+        k = round(share * (1 - sieve.sparsity) * int(taking.sum()))
+        try:
+            can_last(k, taking, space, granularity=sieve.granularity, heads=heads)
+        except FedsieveError as error:
+            raise _too_small(sieve, share, k, error) from None
+
+
+def _too_small(sieve: Sieve, share: float, k: int, error: FedsieveError) -> FedsieveError:
+    return FedsieveError(
+        f"federation.devices: density {share:g} leaves {k:,} of the mask's weights, and it trains whole groups "
+        f"({sieve.granularity}): {error}"
+    )
