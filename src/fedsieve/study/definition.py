@@ -235,8 +235,9 @@ def _meant(value: Any, words: Mapping[str, Any]) -> Any:
 
 
 def _merged(base: Any, over: Any) -> Any:
-    """`over` laid over `base`: mappings are joined, anything else replaced."""
-    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+    """`over` laid over `base`: mappings are joined unless they are of another kind, anything else is replaced."""
+    mappings = isinstance(base, Mapping) and isinstance(over, Mapping)
+    if not mappings or over.get("kind", base.get("kind")) != base.get("kind"):
         return deepcopy(over)
     return {key: _merged(base.get(key), over[key]) if key in over else deepcopy(base[key]) for key in {**base, **over}}
 
@@ -325,7 +326,7 @@ def miniature(tree: Mapping[str, Any]) -> dict[str, Any]:
             federation["aggregator"]["f"] = 0
         if federation.get("personal"):
             federation["personal"] |= {"clients": 2, "local": {"steps": 1}}
-    for stage in small["stages"]:
+    for stage in (stage for stage in small["stages"] if stage.get("method") != "ridge"):
         stage["batch_size"] = min(stage.get("batch_size", 128), 64) if federation else 512
         if "epochs" in stage:
             stage["epochs"] = 1
