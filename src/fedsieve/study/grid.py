@@ -40,8 +40,8 @@ from fedsieve.study.results import (
     next_settings,
     read_outcome,
     run_folder,
-    search_folder,
     trial,
+    trial_place,
 )
 from fedsieve.train.loop import Tick
 
@@ -194,8 +194,8 @@ class Grid:
         trials: list[Trial] = []
         while (settings := next_settings(tune, trials, self.study.smoke)) is not None:
             words = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
-            folder = search_folder(self.study, row, settings, self.out)
-            self._run(row, f"{row.name} trying {words}", folder, self.study.search(row, settings), size)
+            folder, experiment = trial_place(self.study, row, settings, self.out)
+            self._run(row, f"{row.name} trying {words}", folder, experiment, size)
             trials.append(trial(self.study, row, settings, self.out))
         best = best_trial(trials)
         return best.settings if best else None
@@ -212,10 +212,11 @@ class Grid:
         try:
             if outcome.state == "not run":
                 shutil.rmtree(folder, ignore_errors=True)  # at most the beginning of a config
-                summary = run(experiment, folder, self.display, self.shared, page=False)
+                summary = run(experiment, folder, self.display, page=False, shared=self.shared)
             else:
-                summary = resume(folder, self.display, self.shared, page=False)
-            told = f"test {100 * summary['test_accuracy']:.2f} %"
+                summary = resume(folder, self.display, page=False, shared=self.shared)
+            tested = summary.get("test_accuracy")
+            told = f"val {_percent(summary['val_accuracy'])}" if tested is None else f"test {_percent(tested)}"
         except Diverged as error:
             write_json(folder / FAILED, {"reason": str(error)})
             told = "diverged"
@@ -228,6 +229,10 @@ class Grid:
         if not self.keep_all:
             slim(folder, weights=experiment.seed == 0, masks=experiment.seed == 0 or row.keep)
         self.display.done(f"{name}: {told}, {time.perf_counter() - began:.1f} s", size)
+
+
+def _percent(accuracy: float) -> str:
+    return f"{100 * accuracy:.2f} %"
 
 
 def slim(folder: Path, weights: bool, masks: bool) -> None:

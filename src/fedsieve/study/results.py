@@ -92,17 +92,20 @@ class Trial:
 
 
 def trial(study: Study, row: Row, settings: Settings, out: Path) -> Trial:
-    outcome = read_outcome(search_folder(study, row, settings, out), study.search(row, settings))
+    outcome = read_outcome(*trial_place(study, row, settings, out))
     accuracy = -1.0 if outcome.state == "diverged" else None
     if outcome.run and outcome.run.summary:
         accuracy = outcome.run.summary.val_accuracy
     return Trial(settings, outcome, accuracy)
 
 
-def search_folder(study: Study, row: Row, settings: Settings, out: Path) -> Path:
-    """A trial that is what the row does with seed 0 anyway lies in that run's place."""
-    same = config_digest(study.search(row, settings)) == config_digest(study.experiment(row, 0, settings))
-    return run_folder(out, row, settings) / ("seed-0" if same else "search")
+def trial_place(study: Study, row: Row, settings: Settings, out: Path) -> tuple[Path, Experiment]:
+    """Where a trial lies, and what it does: one that does what the row does with seed 0 anyway is that run."""
+    folder = run_folder(out, row, settings)
+    search, first = study.search(row, settings), study.experiment(row, 0, settings)
+    if config_digest(search) == config_digest(first):
+        return folder / "seed-0", first
+    return folder / "search", search
 
 
 def run_folder(out: Path, row: Row, settings: Mapping[str, Any]) -> Path:
