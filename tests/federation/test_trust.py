@@ -497,6 +497,7 @@ NUMBERS = {
     "two clients": (["privacy.aggregation=secagg", "federation.cohort=2"], "at least 3 clients"),
     "two that score": ([*SECAGG, *SPARSE, "mask.clients=2"], "mask.clients"),
     "krum": (["federation.aggregator={kind: krum, f: 2}", "federation.cohort=6"], "f up to 1 works"),
+    "delta": (["privacy.dp={epsilon: 8, delta: 0.2, clip_norm: 1.0}", PRIVATE[1]], "given away outright"),
     "trimmed": (["federation.aggregator={kind: trimmed_mean, share: 0.4}"], "none is left"),
 }
 
