@@ -20,7 +20,7 @@ from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.sums import Update, robust_mean, sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy import dp, secagg
-from fedsieve.runner.setup import preflight
+from fedsieve.runner.plan import plan
 from fedsieve.wire.codec import Coding
 from fedsieve.wire.ledger import Ledger, lines
 
@@ -438,10 +438,8 @@ TOGETHER = {
 @pytest.mark.parametrize("case", TOGETHER)
 def test_executors_agree(federated, running, monkeypatch, case):
     monkeypatch.setattr("fedsieve.runner.federated.load_or_make_key", lambda *_, **__: bytes(range(32)))
-    sequential, stacked = (
-        running(federated(*TOGETHER[case], f"executor={kind}", "clients_at_once=3"))
-        for kind in ("sequential", "stacked")
-    )
+    sequential = running(federated(*TOGETHER[case], "executor=sequential"))
+    stacked = running(federated(*TOGETHER[case], "executor=stacked", "clients_at_once=3"))
     moved = (sequential.state.theta - sequential.start).norm()
     assert moved > 0 and (stacked.state.theta - sequential.state.theta).norm() <= 1e-3 * moved
     for one, other in zip(sequential.records, stacked.records, strict=True):
@@ -511,10 +509,10 @@ def test_what_does_not_go_together_is_refused_when_it_is_read(federated, case):
 
 
 @pytest.mark.parametrize("case", NUMBERS)
-def test_what_cannot_work_with_so_few_is_refused_before_anything_is_read(federated, case):
+def test_what_cannot_work_with_so_few_is_refused_before_it_begins(federated, case):
     overrides, words = NUMBERS[case]
     with pytest.raises(FedsieveError, match=words) as caught:
-        preflight(federated(*overrides))
+        plan(federated(*overrides))
     assert caught.value.exit_code == 2
 
 

@@ -62,13 +62,13 @@ def run(
     experiment: Experiment,
     folder: str | Path,
     display: Display | None = None,
-    shared: Shared | None = None,
     page: bool = True,
+    shared: Shared | None = None,
 ) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
-    Runs of one process may hand what they loaded from one to the next in `shared`. Without `page`, no
-    report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later.
+    Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of one
+    process may hand what they loaded from one to the next in `shared`.
     """
     folder, display = Path(folder), display or Display.silent()
     check_free(folder)
@@ -80,7 +80,7 @@ def run(
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display, shared, page)
+        return _execute(experiment, folder, display, page, shared)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -100,7 +100,7 @@ def check_free(folder: Path) -> None:
 
 
 def resume(
-    folder: str | Path, display: Display | None = None, shared: Shared | None = None, page: bool = True
+    folder: str | Path, display: Display | None = None, page: bool = True, shared: Shared | None = None
 ) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
@@ -113,7 +113,7 @@ def resume(
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display, shared, page)
+    return _execute(experiment, folder, display, page, shared)
 
 
 def _write_page(folder: Path) -> None:
@@ -139,7 +139,7 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _execute(
-    experiment: Experiment, folder: Path, display: Display, shared: Shared | None, page: bool
+    experiment: Experiment, folder: Path, display: Display, page: bool, shared: Shared | None
 ) -> dict[str, Any]:
     with _only_process(folder), _stop_signals() as signals, display:
         try:

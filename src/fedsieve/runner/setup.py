@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 
 import numpy as np
@@ -265,7 +265,8 @@ def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
     def featured(feed: Feed) -> Feed:
         rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
         key = ("features", weights, setup.data_fingerprint, feed.transform, rows, setup.device, experiment.precision)
-        return setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast))
+        made = setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features)
+        return replace(feed, features=made)
 
     train, validation = (featured(feed) if len(feed) else feed for feed in (setup.train, setup.validation))
     return train, validation
