@@ -118,7 +118,7 @@ class Arena:
         with tempfile.TemporaryDirectory() as folder:
             context = Context(
                 experiment=experiment,
-                population=populate(experiment, setup),
+                population=populate(experiment, setup.train.labels.cpu().numpy(), setup.train.rows),
                 model=setup.model,
                 initial=self.initial,
                 train=setup.train,

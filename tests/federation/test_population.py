@@ -96,3 +96,9 @@ def test_a_million_clients_take_memory_like_the_data():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
+
+
+def test_sizes_are_counted_once_so_that_rounds_do_not_cost_what_all_clients_do():
+    people = population(client_validation=0.2)
+    assert people.sizes is people.sizes
+    assert people.sizes.tolist() == [len(people.examples(client)) for client in range(len(people))]

@@ -63,7 +63,7 @@ def records(folder):
 def _no_page(request, monkeypatch):
     """Pages take longer than the runs of these tests."""
     if "page" not in request.node.name:
-        monkeypatch.setattr("fedsieve.runner.experiment.write_report", lambda folder: None)
+        monkeypatch.setattr("fedsieve.runner.experiment._write_page", lambda folder: None)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,31 +3,15 @@
 They are started once, by the commands of docs/flower.md, and serve all tests of this file in turn.
 """
 
-import json
-import os
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from tests.flower.loopback import Processes, certificate_authority, free_port, new_key
+from tests.flower.loopback import Processes, free_port
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedsieve[flower]'")
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedsieve[flower]'")
 
-from rich.console import Console
-
-from fedsieve.config import load_config, parse_config
-from fedsieve.flower.project import write_app
-from fedsieve.flower.simulation import simulate
-from fedsieve.model.weights import FINAL
-from fedsieve.runner.experiment import run
-from fedsieve.runner.setup import asset
-from fedsieve.wire.ledger import lines
 
 pytestmark = pytest.mark.loopback
 LIMIT = 400  # seconds for a run; a free machine takes a tenth

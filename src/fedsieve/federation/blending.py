@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedsieve.config import Sieve
 from fedsieve.federation.calibrate import squares
-from fedsieve.federation.channel import EXACT, Channel, Reply
+from fedsieve.federation.channel import EXACT, Channel, Part
 from fedsieve.federation.state import Context
 from fedsieve.federation.sums import sum_over_clients
 from fedsieve.mask.mask import Mask
@@ -23,16 +23,16 @@ def tell_shares(context: Context, channel: Channel, space: ParamSpace, sieve: Si
     clients = people.trainer(np.arange(people.trainers)).tolist()
     places = mask.indices()
 
-    def replies() -> Iterator[Reply]:
+    def parts() -> Iterator[Part]:
         for client in clients:
             rows = generator(seed, "blend rows", stage, client).permutation(people.examples(client))
             rows = rows[: sieve.fisher.samples]
             part, count = squares(context, space, sieve, context.train, mask, 0, rows, stage, "blend", client)
             own = (part[places.to(part.device)] / count).float()
             context.store.put(client, round, **{f"{stage}.share": own})
-            yield channel.up("scores", [client], round, mask, own[None], EXACT, [count])[0]
+            yield client, own, count
 
-    total, _ = sum_over_clients(replies(), mask.count, channel.device)
+    total, _ = sum_over_clients(channel, "scores", round, mask, parts())
     total = channel.down("scores", clients, round, mask, total.float(), EXACT).values.double()
     for client in clients:
         own = context.store.get(client, channel.device)[f"{stage}.share"].double()

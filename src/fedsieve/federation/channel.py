@@ -1,13 +1,16 @@
 """The wire between a server and the clients of one stage. Whatever goes over it is encoded, counted and decoded here."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedsieve.config import Privacy
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.dp import Account
 from fedsieve.randomness import generator
 from fedsieve.wire.codec import Coding, Message, MessageError, decode, decode_many, encode, encode_many
 from fedsieve.wire.ledger import Direction, Ledger
@@ -15,7 +18,8 @@ from fedsieve.wire.ledger import Direction, Ledger
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
 EXACT, NO_VALUES = Coding("fp32"), Coding("none")
 Reply = Message | MessageError
-Make = Callable[[int], tuple[Tensor, int]]  # the values (k,) that a client makes of its images, and its n
+Part = tuple[int, Tensor, int]  # a client, its values (k,), and its n
+Told = Callable[[int], Mapping[str, Any]]  # what a client that is elsewhere must hear beside its messages
 
 
 class Channel:
@@ -24,13 +28,26 @@ class Channel:
     Rounds are numbered from 0 here and in messages, as in all of the code; from 1 in the ledger, as in all that users read.
     """
 
-    def __init__(self, ledger: Ledger | None, seed: int, stage: str, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        ledger: Ledger | None,
+        seed: int,
+        stage: str,
+        device: torch.device | str = "cpu",
+        privacy: Privacy = Privacy(),
+        account: Account | None = None,
+    ) -> None:
         self.ledger, self.seed, self.stage, self.device = ledger, seed, stage, device
         self.lost: dict[int, str] = {}  # clients that fell out of what is being asked of all, and why
+        self.privacy, self.account = privacy, account  # what is made of sums over clients
 
     def key(self, *address: int | str) -> int:
         """What int8 and int4 round by."""
         return int(generator(self.seed, "rounding", self.stage, *address).integers(2**63))
+
+    def uniforms(self, *address: int | str, count: int) -> np.ndarray:
+        """What fixed point rounds by: public, since it says nothing that the sum does not."""
+        return generator(self.seed, "rounding", self.stage, *address).random(count)
 
     def down(
         self,
@@ -48,7 +65,7 @@ class Channel:
         """Send the same to each of `clients`, and give it as they receive it."""
         message = encode(values, coding, over, round=round, client=EVERYONE, key=key, enclose=enclose, within=within)
         for client in clients:
-            self._note(round, client, "down", what, len(message))
+            self.note(round, client, "down", what, len(message))
         expected = over.space if enclose and isinstance(over, Mask) else over
         return decode(message, coding, expected, enclosed=enclose, within=within, round=round, device=self.device)
 
@@ -69,7 +86,7 @@ class Channel:
         fates = fates or {}
         messages = self.encoded(what, clients, round, over, values, coding, ns, enclose)
         arrived = [
-            self._damaged(message, round, what, client) if fates.get(client) == "corrupt" else message
+            self.damaged(message, round, what, client) if fates.get(client) == "corrupt" else message
             for client, message in zip(clients, messages, strict=True)
         ]
         expected = over.space if enclose and isinstance(over, Mask) else over
@@ -81,7 +98,7 @@ class Channel:
                 replies[place] = MessageError("late", f"client {client} answered after the deadline")
             reply = replies[place]
             status = reply.reason if isinstance(reply, MessageError) else "ok"
-            self._note(round, client, "up", what, len(message), status)
+            self.note(round, client, "up", what, len(message), status)
         return replies
 
     def encoded(
@@ -101,34 +118,35 @@ class Channel:
             values, coding, over, round=round, clients=clients, ns=ns, keys=keys, enclose=enclose, check=False
         )
 
-    def ask(
+    def collect(
         self,
         what: str,
         clients: Sequence[int],
         round: int,
         over: Mask | ParamSpace,
         coding: Coding,
-        make: Make,
-        **told: Any,
+        parts: Iterable[Part],
+        fates: Mapping[int, str] | None,
+        told: Told,
     ) -> Iterator[Reply]:
-        """What each client makes of its own images, one after another.
+        """What clients made of their own images, one after another.
 
-        `told` is for clients that are elsewhere and make it by themselves: what `make` knows and their messages do not say.
+        `clients` and `told` are for those that are elsewhere, and make it by themselves: what their messages do not say.
         """
-        for client in clients:
-            values, n = make(client)
-            yield self.up(what, [client], round, over, values[None], coding, [n])[0]
+        for client, values, n in parts:
+            yield self.up(what, [client], round, over, values[None], coding, [n], fates=fates)[0]
 
     def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
         """Note that nothing came of a message, and why."""
         for client in clients:
-            self._note(round, client, way, what, 0, reason)
+            self.note(round, client, way, what, 0, reason)
 
-    def _note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
+    def note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
+        """Write a message into the ledger."""
         if self.ledger is not None:
             self.ledger.add(self.stage, round + 1, client, way, what, size, status)
 
-    def _damaged(self, message: bytes, *address: int | str) -> bytes:
+    def damaged(self, message: bytes, *address: int | str) -> bytes:
         """A message with one bit turned over on its way."""
         place = int(generator(self.seed, "damage", self.stage, *address).integers(8 * len(message)))
         damaged = bytearray(message)

@@ -5,15 +5,16 @@ that all three give the same weights.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.channel import EVERYONE, NO_VALUES, Channel, Make, Reply
-from fedsieve.federation.rounds import METRICS, Effort, Federated, Span
+from fedsieve.federation.channel import EVERYONE, NO_VALUES, Channel, Part, Reply, Told
+from fedsieve.federation.rounds import FP64, Effort, Federated, Span
+from fedsieve.federation.secure import Losses
 from fedsieve.federation.sites import Sites
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import Update
@@ -22,7 +23,6 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.wire.codec import Coding, Message, MessageError, decode, encode
 from fedsieve.wire.envelope import unwrap, wrap
 
-FP64 = Coding("fp64")
 ENVELOPE = "envelope"  # what the ledger calls the bytes around messages
 Answer = dict[str, bytes] | MessageError  # messages by what they are
 
@@ -40,7 +40,7 @@ class RemoteChannel(Channel):
     """
 
     def __init__(self, context: Context, stage: str, state: ServerState, device: torch.device | str) -> None:
-        super().__init__(context.ledger, context.experiment.seed, stage, device)
+        super().__init__(context.ledger, context.experiment.seed, stage, device, context.experiment.privacy)
         assert context.sites is not None
         self.sites: Sites = context.sites
         self.state, self.say = state, context.say
@@ -70,40 +70,51 @@ class RemoteChannel(Channel):
         expected = over.space if enclose and isinstance(over, Mask) else over
         return decode(message, coding, expected, enclosed=enclose, within=within, round=round, device=self.device)
 
-    def ask(
+    def collect(
         self,
         what: str,
         clients: Sequence[int],
         round: int,
         over: Mask | ParamSpace,
         coding: Coding,
-        make: Make,
-        **told: Any,
+        parts: Iterable[Part],
+        fates: Mapping[int, str] | None,
+        told: Told,
     ) -> Iterator[Reply]:
-        """What each site makes of its own images; a site that falls out is left out, and the ledger says why."""
-        if not told.get("number"):  # otherwise a later round of the same calibration
+        """What each site makes of its own images; a site that falls out is left out, and the ledger says why.
+
+        Without `fates`, all are needed as far as they can be had: too few end the run.
+        """
+        answers = self._asked(what, clients, round, fates, told)
+        replies = {client: self.take(what, client, round, over, coding, answer) for client, answer in answers.items()}
+        if fates is None:
+            self.lost |= {client: reply.reason for client, reply in replies.items() if isinstance(reply, MessageError)}
+            self._check_enough(what, len(clients) - len(self.lost), len(clients))
+        yield from (reply for reply in replies.values() if not isinstance(reply, MessageError))
+
+    def _asked(
+        self, what: str, clients: Sequence[int], round: int, fates: Mapping[int, str] | None, told: Told
+    ) -> dict[int, Answer]:
+        """The answers of those who can be reached, and did not fall out before."""
+        if fates is not None:
+            return self.request(what, clients, round, told)
+        if not told(clients[0]).get("number"):  # otherwise a later round of the same calibration
             self.lost = {}
         here = self.sites.here()
         gone = [client for client in clients if client not in here and client not in self.lost]
         self.silence(what, gone, round, "down", "unavailable")
         self.lost |= dict.fromkeys(gone, "unavailable")
-        mask = over.id if isinstance(over, Mask) else None
-        asked = [client for client in clients if client not in self.lost]
-        answers = self.request(what, asked, round, lambda _: {**told, "over": mask})
-        replies = {client: self.take(what, client, round, over, coding, answer) for client, answer in answers.items()}
-        self.lost |= {client: reply.reason for client, reply in replies.items() if isinstance(reply, MessageError)}
-        good = [reply for reply in replies.values() if not isinstance(reply, MessageError)]
-        if len(good) < self.minimum:
+        return self.request(what, [client for client in clients if client not in self.lost], round, told)
+
+    def _check_enough(self, what: str, count: int, asked: int) -> None:
+        if count < self.minimum:
             raise FedsieveError(
-                f'stage "{self.stage}": {len(good)} of {len(clients)} sites sent their {what}, and '
+                f'stage "{self.stage}": {count} of {asked} sites sent their {what}, and '
                 f"federation.minimum_replies is {self.minimum}. The run can go on from its last checkpoint when they are back",
                 1,
             )
-        yield from good
 
-    def request(
-        self, ask: str, clients: Sequence[int], round: int, told: Callable[[int], Mapping[str, Any]]
-    ) -> dict[int, Answer]:
+    def request(self, ask: str, clients: Sequence[int], round: int, told: Told) -> dict[int, Answer]:
         """Ask sites something, and give the messages of their answers, or why there are none."""
         envelopes = {}
         for client in clients:
@@ -112,9 +123,9 @@ class RemoteChannel(Channel):
             head |= {"memory": self.state.memory.get(str(client), 0), "parts": [about for about, _ in parts]}
             envelopes[client] = wrap({**head, **told(client)}, [message for _, message in parts])
             for about, message in parts:
-                self._note(round, client, "down", about["what"], len(message))
+                self.note(round, client, "down", about["what"], len(message))
             around = len(envelopes[client]) - sum(len(message) for _, message in parts)
-            self._note(round, client, "down", ENVELOPE, around)
+            self.note(round, client, "down", ENVELOPE, around)
         self.waiting.clear()
         answers = self.sites.ask(envelopes)
         return {client: self._opened(client, ask, round, answers[client]) for client in clients}
@@ -144,7 +155,7 @@ class RemoteChannel(Channel):
                 )
             except MessageError as error:
                 reply = error
-        self._note(round, client, "up", what, size, reply.reason if isinstance(reply, MessageError) else "ok")
+        self.note(round, client, "up", what, size, reply.reason if isinstance(reply, MessageError) else "ok")
         return reply
 
     def refuse(self, client: int) -> None:
@@ -174,7 +185,7 @@ class RemoteChannel(Channel):
                 state.known.pop(name, None)
             state.ahead = [other for other in state.ahead if other != client]
             return error
-        self._note(round, client, "up", ENVELOPE, len(answer) - sum(map(len, messages)))
+        self.note(round, client, "up", ENVELOPE, len(answer) - sum(map(len, messages)))
         state.memory[name] = head["memory"]
         if name in state.known:
             self.sure[name] = state.known[name]
@@ -213,9 +224,19 @@ class RemoteRounds(Federated):
         known = {name: mask and mask.id for name, mask in masks.items()}
         return {**known, "generation": self.state.generation, "given": client in self.state.given}
 
-    def _updates(
-        self, clients: list[int], rate: float, effort: Effort, fates: Mapping[int, str], refused: dict[int, str]
-    ) -> Iterator[Update]:
+    def _aggregate(
+        self,
+        trains: list[int],
+        reached: list[int],
+        rate: float,
+        effort: Effort,
+        fates: Mapping[int, str],
+        lost: Losses,
+        refused: dict[int, str],
+    ) -> tuple[Tensor | None, int]:
+        return self._mean(self._updates(trains, rate, effort, refused), len(trains))
+
+    def _updates(self, clients: list[int], rate: float, effort: Effort, refused: dict[int, str]) -> Iterator[Update]:
         """The sound updates of all sites that answered in time, in the order of the clients."""
         clock, number, state = time.perf_counter(), self.state.round, self.state
         answers = self.channel.request("train", clients, number, lambda client: {**self._told(client), "lr": rate})
@@ -275,8 +296,3 @@ class RemoteRounds(Federated):
         self.context.store.put(client, self.state.round, **{f"{self.stage.name}.mask": bits})
         self.context.keep_mask(f"client-{client}", mask)
         self.state.given.append(client)
-
-    def _measured(self, clients: list[int], number: int, fates: Mapping[int, str]) -> Iterable[Reply]:
-        """Loss and correct answers of the model, summed over the images that each site holds back."""
-        for client, answer in self.channel.request("metrics", clients, number, self._told).items():
-            yield self.channel.take("metrics", client, number, METRICS, FP64, answer)

@@ -5,7 +5,7 @@ Clients send Phi^T Phi and Phi^T Y of their features; sums do not care how the i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Ridge
-from fedsieve.federation.channel import EXACT, Channel
+from fedsieve.federation.channel import EXACT, Channel, Part
 from fedsieve.federation.sums import sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.wire.codec import Coding
@@ -78,19 +78,19 @@ def federated_ridge(
     labels; without any, the strength is the default, and the scale is fitted on the clients' own images: they receive the
     head, and send their losses at a grid of scales.
     """
-    width, held = features.shape[1], dict(clients)
+    width = features.shape[1]
     space = statistics_space(width, classes)
 
-    def total_of(what: str, over: ParamSpace, values: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, int]:
-        """The sum of what each client makes of its features and labels."""
+    def parts(values: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Part]:
+        """What each client makes of its features and labels."""
+        for client, examples in clients:
+            rows = torch.from_numpy(examples).to(features.device)
+            yield client, values(features[rows], labels[rows]), len(examples)
 
-        def make(client: int) -> tuple[Tensor, int]:
-            rows = torch.from_numpy(held[client]).to(features.device)
-            return values(features[rows], labels[rows]), len(rows)
-
-        return sum_over_clients(channel.ask(what, list(held), 0, over, FP64, make), over.size, features.device)
-
-    total, seen = total_of("statistics", space, lambda phi, truth: statistics(phi, truth, classes))
+    numbers = [client for client, _ in clients]
+    mine = parts(lambda phi, truth: statistics(phi, truth, classes))
+    total, _ = sum_over_clients(channel, "statistics", 0, space, mine, FP64, clients=numbers)
+    seen = max(1, round(space.view(total, "gram")[-1].item()))  # the product of the constant feature with itself
 
     def head(strength: float) -> tuple[Tensor, Tensor]:
         return solve(total, seen, width, classes, strength)
@@ -111,8 +111,9 @@ def federated_ridge(
     else:
         over = head_space(width, classes)
         sent = over.flatten({"weight": weight.float(), "bias": bias.float()})
-        heard = channel.down("head", list(held), 0, over, sent, EXACT).values
-        losses, _ = total_of("losses", LOSSES, lambda phi, truth: losses_at_scales(heard, phi, truth, classes))
+        heard = channel.down("head", numbers, 0, over, sent, EXACT).values
+        mine = parts(lambda phi, truth: losses_at_scales(heard, phi, truth, classes))
+        losses, _ = sum_over_clients(channel, "losses", 0, LOSSES, mine, FP64, clients=numbers)
         scale = float(SCALES[int(losses.argmin())])
     return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}
 

@@ -19,9 +19,9 @@ from fedsieve.errors import FedsieveError
 from fedsieve.federation.calibrate import client_scores, one_mask, sieve_at
 from fedsieve.federation.channel import EXACT, NO_VALUES, Channel
 from fedsieve.federation.executors import Trained
-from fedsieve.federation.remote import FP64, effort_space
+from fedsieve.federation.remote import effort_space
 from fedsieve.federation.ridge import LOSSES, head_space, losses_at_scales, statistics, statistics_space
-from fedsieve.federation.rounds import METRICS, Effort, Federated, squares_by_span
+from fedsieve.federation.rounds import FP64, METRICS, Effort, Federated, squares_by_span
 from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
 from fedsieve.mask.mask import Mask
@@ -313,7 +313,8 @@ class Visit:
     def metrics(self) -> None:
         """Measure the server's weights on images that the site never trains on, and keep them for its own round."""
         stage = self._with_model()
-        list(stage._measured([self.client], self.head["round"], {}))
+        ((_, values, n),) = stage._measured([self.client])
+        self.outbox.up("metrics", [self.client], self.head["round"], METRICS, values[None], FP64, [n])
         self._put({RECEIVED: self.received})
 
     def scores(self) -> None:

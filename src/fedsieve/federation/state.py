@@ -14,6 +14,7 @@ from fedsieve.federation.sites import Sites
 from fedsieve.federation.store import ClientStore
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.dp import Account
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.replay import Speed
 from fedsieve.wire.ledger import Ledger
@@ -47,6 +48,7 @@ class ServerState:
     chosen: dict[str, float] = field(default_factory=dict)
     calibration_seconds: float = 0.0
     seconds: float = 0.0
+    simulated_seconds: float = 0.0  # that the server would have waited for clients
     clients_at_once: int | None = None
     done: bool = False
 
@@ -105,13 +107,15 @@ class Context:
     executor: str  # sequential or stacked
     ledger: Ledger
     store: ClientStore
+    account: Account | None = None  # under differential privacy
     say: Callable[[str], None] = lambda _: None
     keep_mask: Callable[[str, Mask], None] = lambda *_: None  # a name without the stage's, and a new mask
     sites: Sites | None = None  # where clients are elsewhere
 
     def channel(self, stage: str, device: torch.device) -> Channel:
-        """The wire to the clients of a stage."""
-        return Channel(self.ledger, self.experiment.seed, stage, device)
+        """The wire of one stage."""
+        experiment = self.experiment
+        return Channel(self.ledger, experiment.seed, stage, device, experiment.privacy, self.account)
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
         """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""

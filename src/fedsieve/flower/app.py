@@ -52,10 +52,10 @@ def serve(grid: Grid, experiment: Experiment, folder: Path, wait: float, console
     display = Display(console)
     transport = GridTransport(grid, wait, display.say)
     if not (folder / "config.yaml").exists():
-        return run(experiment, folder, display, transport)
+        return run(experiment, folder, display, transport=transport)
     if config_digest(read_experiment(folder)) != config_digest(experiment):
         raise FedsieveError(f"{folder} holds a run of another experiment: name another folder with out")
-    return resume(folder, display, transport)
+    return resume(folder, display, transport=transport)
 
 
 server = ServerApp()

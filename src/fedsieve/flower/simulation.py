@@ -14,7 +14,7 @@ from fedsieve.errors import FedsieveError
 from fedsieve.flower.app import client_app, serve
 from fedsieve.runner.remote import check_remote
 from fedsieve.runner.setup import preflight
-from fedsieve.runner.site import Place, answer, owns
+from fedsieve.runner.site import Place, answer
 
 WAIT = 300.0  # seconds for Ray to start its processes, and these to meet the server
 
@@ -65,7 +65,7 @@ def simulate(
 
 def _folders(experiment: Experiment, data: Path | None, count: int) -> list[str | None]:
     """Where each site's own images are."""
-    if not owns(experiment):
+    if not experiment.own_images:
         if data is not None:
             raise FedsieveError("--data is for sites with images of their own: federation.partition={kind: sites}")
         return [None] * count

@@ -33,12 +33,12 @@ from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
-from fedsieve.report.page import write_report
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
 from fedsieve.runner.federated import (
     CLIENTS,
     client_summary,
+    describe_privacy,
     describe_rounds,
     fit_ridge,
     fit_rounds,
@@ -49,6 +49,7 @@ from fedsieve.runner.federated import (
 from fedsieve.runner.progress import Display
 from fedsieve.runner.remote import check_place, meet_sites, test_at_sites
 from fedsieve.runner.setup import Setup, config_digest, fit_stage, preflight, prepare
+from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, Tick, measure, predict
@@ -60,20 +61,21 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def run(
-    experiment: Experiment, folder: str | Path, display: Display | None = None, transport: Transport | None = None
+    experiment: Experiment,
+    folder: str | Path,
+    display: Display | None = None,
+    page: bool = True,
+    shared: Shared | None = None,
+    transport: Transport | None = None,
 ) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
-    With a `transport`, clients are sites elsewhere.
+    Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of one
+    process may hand what they loaded from one to the next in `shared`. With a `transport`, clients are sites elsewhere.
     """
     folder, display = Path(folder), display or Display.silent()
-    # A process killed before its first file was whole leaves only that file's hidden beginning.
-    if folder.exists() and (
-        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
-    ):
-        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
-        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
-    preflight(experiment)
+    check_free(folder)
+    preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,7 @@ def run(
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display, transport)
+        return _execute(experiment, folder, display, page, shared, transport)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -90,18 +92,41 @@ def run(
         raise
 
 
-def resume(folder: str | Path, display: Display | None = None, transport: Transport | None = None) -> dict[str, Any]:
+def check_free(folder: Path) -> None:
+    """Refuse a folder that a new run cannot have."""
+    # A process killed before its first file was whole leaves only that file's hidden beginning.
+    if folder.exists() and (
+        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
+    ):
+        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
+        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
+
+
+def resume(
+    folder: str | Path,
+    display: Display | None = None,
+    page: bool = True,
+    shared: Shared | None = None,
+    transport: Transport | None = None,
+) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
         display.say(f"{folder}: this run is finished")
-        write_report(folder)
+        if page:
+            _write_page(folder)
         return summary
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display, transport)
+    return _execute(experiment, folder, display, page, shared, transport)
+
+
+def _write_page(folder: Path) -> None:
+    from fedsieve.report.page import write_report  # figures take seconds to import: not before the first round
+
+    write_report(folder)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -120,11 +145,21 @@ def read_experiment(folder: Path) -> Experiment:
     return load_config(folder / "config.yaml")
 
 
-def _execute(experiment: Experiment, folder: Path, display: Display, transport: Transport | None) -> dict[str, Any]:
+def _execute(
+    experiment: Experiment,
+    folder: Path,
+    display: Display,
+    page: bool,
+    shared: Shared | None,
+    transport: Transport | None,
+) -> dict[str, Any]:
     check_place(experiment, folder, transport)
     with _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, signals, transport).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), transport).go()
+            if page:
+                _write_page(folder)
+            return summary
         except KeyboardInterrupt:
             raise FedsieveError(
                 f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
@@ -154,10 +189,11 @@ class _Run:
         folder: Path,
         display: Display,
         signals: "_Signals",
-        transport: Transport | None = None,
+        shared: Shared,
+        transport: Transport | None,
     ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
-        self.transport = transport
+        self.shared, self.transport = shared, transport
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -168,17 +204,20 @@ class _Run:
         self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
         self.ledger_bytes, self.ledger_digest = 0, ""  # the ledger's length and digest,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
+        self.given: dict[str, Any] = {}  # under differential privacy, what was given out
         self.context: Context | None = None  # of a federation
 
     def go(self) -> dict[str, Any]:
         self.clock = time.perf_counter()
         if self.experiment.threads is not None:
             torch.set_num_threads(self.experiment.threads)
-        environment = self.folder / "environment.json"
+        device, environment = choose_device(self.experiment.device), self.folder / "environment.json"
         if not environment.exists():
-            write_json(environment, describe_environment(choose_device(self.experiment.device)))
+            write_json(environment, describe_environment(device))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         saved = load_newest(self.folder / "checkpoints", self.display.say)
-        self.setup = prepare(self.experiment, self.display)
+        self.setup = prepare(self.experiment, self.display, self.shared)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
         self.marks = {
             "config.yaml": config_digest(self.experiment),
@@ -199,6 +238,8 @@ class _Run:
                 self.ledger_bytes,
                 self.ledger_digest,
                 self.memories[-1] if self.memories else None,
+                self.marks["config.yaml"],
+                self.given,
             )
             if self.transport is not None:
                 weights = self.marks["model.weights"]
@@ -220,7 +261,6 @@ class _Run:
             finally:
                 for tracker in trackers:
                     tracker.finish(summary)
-        write_report(self.folder)
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:
@@ -359,7 +399,9 @@ class _Run:
             self.ledger_bytes, self.ledger_digest = self.context.ledger.offset, self.context.ledger.digest
             versions = self.context.store.write(self.ticks)
             self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
+            self.given = self.context.account.numbers() if self.context.account else {}
         numbers = {
+            "given": self.given,
             "ledger_bytes": self.ledger_bytes,
             "ledger_digest": self.ledger_digest,
             "memories": self.memories,
@@ -391,7 +433,7 @@ class _Run:
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
-        self.mask_id = numbers["mask_id"]
+        self.mask_id, self.given = numbers["mask_id"], numbers["given"]
         self.ledger_bytes, self.ledger_digest = numbers["ledger_bytes"], numbers["ledger_digest"]
         self.memories = numbers["memories"]
         device = self.setup.device
@@ -413,54 +455,54 @@ class _Run:
         return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
 
     def _finish(self) -> dict[str, Any]:
-        """Open the test set, measure every stage's chosen weights on it, and write down what came out."""
+        """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
         setup = self.setup
-        test = setup.test_feed()
+        test = setup.test_feed() if self.experiment.test and self.experiment.data.source != "none" else None
         setup.model.load_state_dict(self.initial)
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
             setup.space(stage).write(setup.model, theta)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            logits, found = torch.empty(0, len(setup.class_names)), {"test_accuracy": math.nan, "test_loss": math.nan}
-            if len(test):
+            found = {"test_loss": math.nan, "test_accuracy": math.nan}
+            if test is not None:
                 logits = predict(setup.model, test, setup.autocast)
                 found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
-        last = stages[self.experiment.stages[-1].name]
-        accuracy, images = None, len(test)
-        if self.context and self.context.sites and not len(self.context.population.counts.client):
-            accuracy, found, seen = test_at_sites(self.context, self.experiment.stages[-1])
-            if not len(test):
-                images = seen
-                last |= found
-        if len(test):
+        if test is not None:
             self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
+        last = stages[self.experiment.stages[-1].name]
+        images, clients = 0 if test is None else len(test), dict[str, Any]()
+        if self.experiment.test and self.context and self.experiment.own_images:
+            accuracy, found, seen = test_at_sites(self.context, self.experiment.stages[-1])
+            clients = {"client_accuracy": client_summary(self.context.population, accuracy, self.folder / CLIENTS)}
+            if test is None:
+                images = seen
+                last |= found
+        elif test is not None:
+            clients = self._test_clients(logits, test)
         summary = {
             "name": self.experiment.name,
             "seed": self.experiment.seed,
             **{key: last[key] for key in ("test_accuracy", "test_loss", "val_accuracy", "val_loss", "best_at")},
             "seconds": self.seconds + time.perf_counter() - self.clock,
             "device": device_name(setup.device),
+            "peak_memory": torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else None,
             "train_images": int(self.context.population.shards.sizes.sum()) if self.context else len(setup.train),
             "val_images": len(setup.validation),
             "test_images": images,
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
-            **self._summarise_federation(stages, logits, test, accuracy),
+            **self._summarise_federation(stages),
+            **clients,
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
 
-    def _summarise_federation(
-        self, stages: dict[str, Any], logits: Tensor, test: Feed, accuracy: np.ndarray | None
-    ) -> dict[str, Any]:
-        """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes.
-
-        `accuracy` (K,) is what sites found on test images of their own; None where the server knows what clients hold.
-        """
+    def _summarise_federation(self, stages: dict[str, Any]) -> dict[str, Any]:
+        """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
 
@@ -471,17 +513,6 @@ class _Run:
         for stage in stages.values():
             for reason, count in stage["refused"].items():
                 refused[reason] = refused.get(reason, 0) + count
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        labels = test.labels.cpu().numpy()
-        if accuracy is None:
-            population = self.context.population
-            accuracy = client_accuracies(correct, labels, population.counts, len(population))
-        personal = {}
-        if self.context.population.settings.personal:
-            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
-            shared = sieve is not None and sieve.scope != "client"
-            mask = Mask(space, self.masks[-1].numpy()) if shared else None
-            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
@@ -490,9 +521,23 @@ class _Run:
             "mask_id": newest("mask_id"),
             "drift": newest("drift"),
             "refused": refused,
-            "client_accuracy": client_summary(self.context.population, accuracy, self.folder / CLIENTS),
-            **personal,
+            "privacy": describe_privacy(self.context),
         }
+
+    def _test_clients(self, logits: Tensor, test: Feed) -> dict[str, Any]:
+        """How the final model, and personal ones, serve the clients of a federation."""
+        if self.context is None:
+            return {}
+        population = self.context.population
+        correct = (logits.argmax(1) == test.labels).cpu().numpy()
+        personal = {}
+        if population.settings.personal:
+            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
+            shared = sieve is not None and sieve.scope != "client"
+            mask = Mask(space, self.masks[-1].numpy()) if shared else None
+            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
+        accuracy = client_accuracies(correct, test.labels.cpu().numpy(), population.counts, len(population))
+        return {"client_accuracy": client_summary(population, accuracy, self.folder / CLIENTS), **personal}
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""

@@ -5,7 +5,6 @@ import secrets
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from fedsieve.config import Experiment, Stage, to_yaml
 from fedsieve.data.partitions import Shards
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.channel import EXACT
-from fedsieve.federation.remote import FP64, RemoteChannel
-from fedsieve.federation.rounds import METRICS
+from fedsieve.federation.remote import RemoteChannel
+from fedsieve.federation.rounds import FP64, METRICS
 from fedsieve.federation.sites import DEADLINE, Sites, Transport
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.files import write_json
@@ -47,7 +46,7 @@ def check_remote(experiment: Experiment) -> None:
         if getattr(settings, name):
             raise FedsieveError(f"federation.{name} does not work with sites elsewhere yet: drop it, or `fedsieve run`")
     for sieve in filter(None, map(experiment.mask_of, experiment.stages)):
-        own = settings.partition.kind == "sites"
+        own = experiment.own_images
         if sieve.scope == "public" and (experiment.data.source == "none" if own else not experiment.data.val_fraction):
             key = "data.source" if own else "data.val_fraction"
             raise FedsieveError(
@@ -57,10 +56,9 @@ def check_remote(experiment: Experiment) -> None:
 
 def check_place(experiment: Experiment, folder: Path, transport: Transport | None) -> None:
     """Refuse to run an experiment with clients elsewhere where they are not, and the other way round."""
-    settings = experiment.federation
     if transport is not None:
         check_remote(experiment)
-    elif settings is not None and settings.partition.kind == "sites":
+    elif experiment.own_images:
         raise FedsieveError(
             "federation.partition.kind: sites are elsewhere, and this process is alone: `fedsieve flower` runs with them"
         )
@@ -72,8 +70,7 @@ def meet_sites(context: Context, setup: Setup, weights: str, folder: Path, trans
     """Wait until all sites are here (of a run that has begun before, enough of them), each of which fits the experiment."""
     experiment, settings, people = context.experiment, context.population.settings, context.population
     file, run, images = folder / SITES, secrets.token_hex(8), dict(enumerate(people.shards.sizes.tolist()))
-    own = settings.partition.kind == "sites"
-    if own:
+    if experiment.own_images:
         images = {}
     if begun := file.exists():
         met = json.loads(file.read_text())
@@ -104,7 +101,7 @@ def meet_sites(context: Context, setup: Setup, weights: str, folder: Path, trans
             )
         time.sleep(PAUSE)
     write_json(file, {"run": run, "images": sites.images})
-    if own:
+    if experiment.own_images:
         offsets = np.cumsum([0, *(sites.images[client] for client in range(len(people)))])
         context.population = replace(people, shards=Shards(np.arange(offsets[-1]), offsets))
     # From here on nobody can look at training images that a server should not have.
@@ -120,13 +117,9 @@ def test_at_sites(context: Context, stage: Stage) -> tuple[np.ndarray, dict[str,
         mask, values = changed
         channel.down("context", clients, number, mask, values.float(), EXACT, enclose=True)
     accuracy, total, images = np.full(len(clients), np.nan), torch.zeros(2, dtype=torch.float64), 0
-    for reply in channel.ask("test", clients, number, METRICS, FP64, _elsewhere):
+    for reply in channel.collect("test", clients, number, METRICS, FP64, (), None, lambda _: {}):
         assert isinstance(reply, Message)
         total, images = total + reply.values, images + reply.n
         accuracy[reply.client] = reply.values[1].item() / max(reply.n, 1)
     loss, right = (total / max(images, 1)).tolist()
     return accuracy, {"test_accuracy": right, "test_loss": loss}, images
-
-
-def _elsewhere(client: int) -> NoReturn:
-    raise AssertionError(f"client {client} is elsewhere")

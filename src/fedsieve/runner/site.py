@@ -21,9 +21,9 @@ from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
 from fedsieve.model.weights import digest
 from fedsieve.randomness import generator
-from fedsieve.runner.federated import executor_kind, populate
+from fedsieve.runner.federated import populate
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import Setup, config_digest, prepare
+from fedsieve.runner.setup import Setup, chosen_executor, config_digest, prepare
 from fedsieve.wire.envelope import unwrap, wrap
 from fedsieve.wire.ledger import Ledger
 
@@ -44,7 +44,7 @@ class Place:
     def own(self, experiment: Experiment) -> Experiment:
         """An experiment with what is the site's own put in."""
         data, model = experiment.data, experiment.model
-        if owns(experiment):
+        if experiment.own_images:
             if self.data is None:
                 raise FedsieveError(
                     "the experiment is for sites with images of their own, and this one names none (data)"
@@ -54,12 +54,6 @@ class Place:
             model = model.model_copy(update={"weights": self.weights})
         own: dict[str, Any] = {"data": data, "model": model, "device": self.device or experiment.device}
         return experiment.model_copy(update=own | {"tracking": []})
-
-
-def owns(experiment: Experiment) -> bool:
-    """Whether the clients of an experiment have images of their own, and do not share out one source."""
-    assert experiment.federation is not None
-    return experiment.federation.partition.kind == "sites"
 
 
 def answer(envelope: bytes, place: Place) -> bytes:
@@ -133,7 +127,7 @@ def _open(place: Place, run: str, folder: Path) -> Site:
     if not 0 <= place.client < len(people):
         raise FedsieveError(f"there is no site {place.client}: they are numbered 0 to {len(people) - 1}")
     mine = people.shards.client(place.client)
-    if owns(experiment):
+    if experiment.own_images:
         mine = generator(experiment.seed, "partition", place.client).permutation(len(setup.train))
     train = setup.train.take(mine)
     context = Context(
@@ -145,7 +139,7 @@ def _open(place: Place, run: str, folder: Path) -> Site:
         validation=setup.validation,
         autocast=setup.autocast,
         speed=setup.speed,
-        executor=executor_kind(experiment, setup.device),
+        executor=chosen_executor(experiment, setup.device),
         ledger=cast(Ledger, None),  # the server keeps it; a site has its log
         store=ClientStore(folder / "memory"),
     )
@@ -169,7 +163,9 @@ def _prepared(config: str) -> _Prepared:
         torch.set_num_threads(experiment.threads)
     setup = prepare(experiment, Display.silent(), server=False)
     initial = {name: tensor.detach().clone() for name, tensor in setup.model.state_dict().items()}
-    return _Prepared(setup, initial, digest(setup.model), populate(experiment, setup))
+    return _Prepared(
+        setup, initial, digest(setup.model), populate(experiment, setup.train.labels.cpu().numpy(), setup.train.rows)
+    )
 
 
 def alone(people: Population, client: int, labels: np.ndarray) -> Population:
