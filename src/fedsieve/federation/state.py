@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fedsieve.config import Experiment
 from fedsieve.federation.population import Population
 from fedsieve.federation.store import ClientStore
+from fedsieve.federation.team import Team
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.train.feed import Autocast, Feed
@@ -99,11 +100,12 @@ class Context:
     validation: Feed
     autocast: Autocast
     speed: Speed
-    executor: str  # sequential or stacked
+    executor: str  # of one process: sequential or stacked
     ledger: Ledger
     store: ClientStore
     say: Callable[[str], None] = lambda _: None
     keep_mask: Callable[[str, Mask], None] = lambda *_: None  # a name without the stage's, and a new mask
+    team: Team | None = None  # the ranks that share the work; None: this process is alone
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
         """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""

@@ -22,10 +22,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fedsieve import launch
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.state import Context, ServerState
+from fedsieve.federation.team import LostRank, Team
 from fedsieve.files import write_atomic, write_json
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, build_classifier
@@ -46,6 +48,7 @@ from fedsieve.runner.federated import (
     write_clients,
 )
 from fedsieve.runner.progress import Display
+from fedsieve.runner.ranks import check_launch, help_out, leading, share
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
@@ -58,8 +61,14 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
-    """Run an experiment into a new folder and return its summary (also in summary.json)."""
+    """Run an experiment into a new folder and return its summary (also in summary.json).
+
+    Under torchrun, ranks other than 0 help it, and end here when it ends.
+    """
     folder, display = Path(folder), display or Display.silent()
+    check_launch(experiment)
+    if launch.rank():
+        help_out(experiment)
     # A process killed before its first file was whole leaves only that file's hidden beginning.
     if folder.exists() and (
         not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
@@ -88,9 +97,14 @@ def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
+        if launch.rank():
+            raise SystemExit
         display.say(f"{folder}: this run is finished")
         write_report(folder)
         return summary
+    check_launch(experiment)
+    if launch.rank():
+        help_out(experiment)
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
@@ -114,20 +128,22 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
-    with _only_process(folder), _stop_signals() as signals, display:
+    with leading(experiment) as team, _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, signals).go()
+            return _Run(experiment, folder, display, signals, team).go()
         except KeyboardInterrupt:
             raise FedsieveError(
-                f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
+                f"stopped. {_intact(folder)}`{launch.command()} resume {folder}` goes on",
                 128 + (signals.received or signal.SIGINT),
             ) from None
+        except LostRank as error:
+            raise FedsieveError(f"{error}. {_intact(folder)}`{launch.command()} resume {folder}` goes on", 1) from None
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
             raise FedsieveError(
                 f"{error.filename or folder}: the disk is full ({error.strerror}). {_intact(folder)}Make room, then "
-                f"`fedsieve resume {folder}`",
+                f"`{launch.command()} resume {folder}`",
                 1,
             ) from None
 
@@ -140,8 +156,11 @@ def _intact(folder: Path) -> str:
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
-    def __init__(self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals") -> None:
+    def __init__(
+        self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals", team: Team | None
+    ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
+        self.team = team  # the ranks that help this one
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -160,7 +179,8 @@ class _Run:
             torch.set_num_threads(self.experiment.threads)
         environment = self.folder / "environment.json"
         if not environment.exists():
-            write_json(environment, describe_environment(choose_device(self.experiment.device)))
+            here = describe_environment(choose_device(self.experiment.device))
+            write_json(environment, here | ({"ranks": self.team.size} if self.team else {}))
         saved = load_newest(self.folder / "checkpoints", self.display.say)
         self.setup = prepare(self.experiment, self.display)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
@@ -169,6 +189,8 @@ class _Run:
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
+        if self.team:
+            share(self.team, self.setup, self.marks)
         if saved and (changed := self._changed(saved[0])):
             self.display.say(f"{self.folder / changed} was changed or cut: the run starts over")
             saved = None
@@ -183,6 +205,7 @@ class _Run:
                 self.ledger_bytes,
                 self.ledger_digest,
                 self.memories[-1] if self.memories else None,
+                self.team,
             )
             if not (self.folder / CLIENTS).exists():
                 write_clients(self.context.population, None, self.folder / CLIENTS)
@@ -324,7 +347,8 @@ class _Run:
             self._save()
         if signal_number is not None:
             raise FedsieveError(
-                f'stopped in stage "{stage.name}"; nothing is lost. `fedsieve resume {self.folder}` goes on from here',
+                f'stopped in stage "{stage.name}"; nothing is lost. `{launch.command()} resume {self.folder}` goes on '
+                "from here",
                 128 + signal_number,
             )
 

@@ -21,6 +21,7 @@ from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
+from fedsieve.federation.team import Team
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import OnFeatures, dense_names
@@ -56,10 +57,11 @@ def make_context(
     offset: int = 0,
     digest: str | None = None,
     versions: Mapping[str, int] | None = None,
+    team: Team | None = None,
 ) -> Context:
     """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names."""
     kind = experiment.executor
-    if kind == "auto":
+    if kind in ("auto", "distributed"):
         kind = "stacked" if setup.device.type == "cuda" else "sequential"
     context = Context(
         experiment=experiment,
@@ -74,7 +76,12 @@ def make_context(
         ledger=Ledger(folder / "ledger.csv", offset, digest),
         store=ClientStore(folder / "clients", versions),
         say=say,
+        team=team,
     )
+    if team and team.size > (cohort := context.population.cohort_size):
+        say(
+            f"executor: {team.size} ranks, but only {cohort} clients in a round: {team.size - cohort} have nothing to do"
+        )
     if context.population.cohort_size < context.population.settings.minimum_replies:
         raise FedsieveError(
             f"federation.minimum_replies: {context.population.settings.minimum_replies} replies cannot come from a cohort "
