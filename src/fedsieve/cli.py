@@ -368,7 +368,7 @@ def bench(
 
     if name == "list":
         for key, (text, _) in BENCHMARKS.items():
-            console.print(f"[bold]{key:10}[/]{text}", highlight=False, soft_wrap=True)
+            console.print(f"[bold]{key:12}[/]{text}", highlight=False, soft_wrap=True)
         return
     from fedsieve.files import write_json
     from fedsieve.runner.environment import choose_device, describe_environment

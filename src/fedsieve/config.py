@@ -451,8 +451,8 @@ class Experiment(Strict):
     message: Message = Message()
     executor: Literal["auto", "sequential", "stacked", "distributed"] = Field(
         "auto",
-        description="how a cohort trains; auto: stacked on a GPU, sequential on a CPU; distributed: so on every process that "
-        "torchrun starts",
+        description="how a cohort trains; auto: stacked on a GPU or with clients_at_once, sequential on a CPU; distributed: "
+        "so on every process that torchrun starts",
     )
     clients_at_once: Positive | None = Field(None, description="stacked: default, as many as fit in memory")
     compile: Literal["auto", "eager", "graph", "full"] = Field(

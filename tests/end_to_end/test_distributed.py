@@ -1,4 +1,8 @@
-"""Runs on several real processes: equal to one process, and a rank that is lost ends them all with one line and a way on."""
+"""Runs on several real processes: equal to one process, and a rank that is lost ends them all with one line and a way on.
+
+The processes are started as torchrun starts them, but for its seconds of start-up; the benchmark `distributed`, in
+miniature, starts torchrun itself.
+"""
 
 import json
 import multiprocessing
@@ -331,21 +335,3 @@ def test_the_executor_must_go_with_how_the_process_was_started(tmp_path, monkeyp
     with pytest.raises(FedsieveError, match="cuda:0 is one GPU"):
         run(parse_config(CONFIG, ["executor=distributed", "device=cuda:0"]), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_torchrun_itself_starts_a_run(tmp_path):
-    """The documented command; the other tests stand in for torchrun, which takes seconds to start."""
-    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "fedsieve"]
-    arguments += ["run", config_file(tmp_path), "--out", str(tmp_path / "run"), "--quiet"]
-    process = processes.Process(target=torchrun, args=(arguments,))
-    process.start()
-    process.join(200)
-    assert process.exitcode == 0
-    assert outcome(tmp_path / "run") == alone(tmp_path / "alone")
-
-
-def torchrun(arguments):
-    from torch.distributed.run import main as torchrun_main
-
-    os.environ |= {"OMP_NUM_THREADS": "1"}
-    torchrun_main(arguments)

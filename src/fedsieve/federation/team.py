@@ -231,7 +231,7 @@ class Team:
         asked: list[deque[int]] = [deque() for _ in shares]
         window = max(2 * sum(sizes), AHEAD // max(1, bytes_each))
         answers: dict[int, Batch] = {}
-        turn, seconds, beside, done = 0, 0.0, 0.0, 0.0
+        turn, done, working, waiting, began = 0, 0.0, 0.0, 0.0, time.perf_counter()
         while turn < len(costs):
             for other in self.others:
                 while left[other] and left[other][0][0] < turn + window:
@@ -240,9 +240,10 @@ class Team:
                         self._send(other, request(places))
                     asked[other].extend(places)
             mine = bool(left[0]) and left[0][0][0] < turn + window
+            clock = time.perf_counter()
             while found := self._next(wait=turn not in answers and not mine):
                 _sort(asked[found[0]], found[1], answers)
-            clock = time.perf_counter()
+            waiting += time.perf_counter() - clock
             if turn in answers:
                 last = turn + 1
                 while together and last in answers:
@@ -250,16 +251,16 @@ class Team:
                 rows = [answers.pop(place) for place in range(turn, last)]
                 yield range(turn, last), rows[0] if len(rows) == 1 else _joined(rows)
                 turn = last
-                beside += time.perf_counter() - clock
             elif mine:
+                clock = time.perf_counter()
                 places = left[0].popleft()
                 asked[0].extend(places)
                 for batch in request(places).perform(self.desk):
                     _sort(asked[0], batch, answers)
-                seconds += time.perf_counter() - clock
+                working += time.perf_counter() - clock
                 done += sum(costs[place] for place in places)
-        if pace and seconds:
-            pace.beside = beside * done / seconds
+        if pace and working:
+            pace.beside = (time.perf_counter() - began - working - waiting) * done / working
 
     def _next(self, wait: bool) -> tuple[int, Batch] | None:
         """The next answer and who gave it. None: there is none now, or (having waited) something else has changed."""
@@ -296,8 +297,8 @@ class Team:
     def end(self) -> None:
         """Send the other ranks home."""
         self._over.set()
-        with contextlib.suppress(RuntimeError):
-            for other in self.others:
+        for other in self.others:
+            with contextlib.suppress(RuntimeError):
                 self._send(other, _END)
         for thread in self._threads:
             thread.join(5.0)

@@ -62,7 +62,7 @@ def make_context(
     """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names."""
     kind = experiment.executor
     if kind in ("auto", "distributed"):
-        kind = "stacked" if setup.device.type == "cuda" else "sequential"
+        kind = "stacked" if setup.device.type == "cuda" or experiment.clients_at_once else "sequential"
     context = Context(
         experiment=experiment,
         population=populate(experiment, setup),
