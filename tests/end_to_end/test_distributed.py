@@ -186,6 +186,16 @@ def test_several_processes_give_what_one_gives_to_the_bit(tmp_path, case):
     assert outcome(tmp_path / "run") == alone(tmp_path / "alone", *overrides)
 
 
+def test_ranks_that_stack_their_clients_give_nearly_the_same(tmp_path):
+    """What is stacked with what decides the last digits. The mask changes, so stacks take over weights outside it."""
+    overrides = [MASK, "stages.all.mask={refresh: 2}", "federation.cohort=8"]
+    with launched(tmp_path, None, *overrides, "clients_at_once=2") as launch:
+        assert launch.finish() == [0, 0], launch.words(0)
+    found, expected = outcome(tmp_path / "run")[2], alone(tmp_path / "alone", *overrides)[2]
+    for name, values in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), rtol=1e-4, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     return alone(tmp_path_factory.mktemp("reference") / "run")

@@ -149,8 +149,8 @@ class Distributed:
             request,
             4 * known.nbytes,
             group=self.clients,
-            # What is stacked with what decides the last digits: only where nothing is, clients are dealt by the clock.
-            together=stacked,
+            # What is added up or stacked with what decides the last digits: the clock must not, but where nothing is stacked.
+            together=self.clients * team.size if stacked else 1,
             most=-(-len(cohort.works) // team.size) if stacked else None,
             pace=None if stacked else self.pace,
         ):

@@ -103,7 +103,7 @@ def deal(costs: Sequence[float], ranks: int, beside: float = 0.0, most: int | No
 
 
 class Team:
-    """This process's place among the ranks. `lead` on rank 0, `serve` on the others."""
+    """This process's place among the ranks: rank 0 tells, updates and spreads, the others serve."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -119,7 +119,7 @@ class Team:
         self.ready: set[int] = set()
         self.known: Tensor | None = None  # the weights that all ranks have
         self.desk: Desk | None = None
-        self.sent: list[tuple[Tensor, dist.Work | None]] = []  # the last answer, until it has arrived
+        self.sent: list[tuple[Tensor, dist.Work]] = []  # the last answer, until it has arrived
         self._lock, self._over = threading.Lock(), threading.Event()
         self._threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in self.others]
         self._threads.append(threading.Thread(target=self._live, daemon=True))
@@ -178,11 +178,27 @@ class Team:
         """End this process now, whatever its other threads do: it holds nothing that must be saved."""
         os._exit(code)
 
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Say which rank was lost where torch says that a connection broke."""
+        if self.lost:
+            raise self.lost
+        try:
+            yield
+        except RuntimeError as error:
+            if self.rank:
+                self._leave(1)
+            for _ in range(50):  # the thread that listens knows in a moment
+                if self.lost:
+                    raise self.lost from None
+                time.sleep(0.1)
+            raise LostRank(f"the connection between ranks broke: {_first_line(error)}", 1) from None
+
     # --- rank 0 ------------------------------------------------------------------------------------------------------
 
     def tell(self, message: Any) -> None:
         """Send the same to every other rank."""
-        with self._telling():
+        with self._connected():
             for other in self.others:
                 self._send(other, message)
 
@@ -198,7 +214,7 @@ class Team:
         if places is not None and len(places) > len(now) // 2:
             places = None
         self.tell(_Weights(None if places is None else len(places)))
-        with self._telling():
+        with self._connected():
             for tensor in [now] if places is None else [places, now[places]]:
                 dist.broadcast(tensor, 0)
         self.known = now
@@ -210,47 +226,45 @@ class Team:
         bytes_each: int,
         *,
         group: int = 1,
-        together: bool = False,
+        together: int = 1,
         most: int | None = None,
         pace: Pace | None = None,
     ) -> Iterator[tuple[range, Batch]]:
         """Have clients worked on by all ranks, this one among them, and give the answers in order as soon as they are there.
 
         `request` makes what is asked for some clients, by their places in `costs`; `group` of them are worked on at once.
-        Answers are given one at a time, or all that are there `together`. Those that may wait for their turn are bounded:
-        nobody begins a client that is too far ahead.
+        Answers are given as many `together`. Those that may wait for their turn are bounded: nobody begins a client that is
+        too far ahead.
         """
         assert self.desk is not None
         shares = deal(costs, self.size, pace.beside if pace else 0.0, most)
         # Other ranks are asked for some clients at a time; this one looks up after each to serve them.
-        sizes = [group] + [max(group, 8)] * len(self.others)
+        sizes = [group] + [group * -(-8 // group)] * len(self.others)
         left = [
             deque(share[first : first + size] for first in range(0, len(share), size))
             for share, size in zip(shares, sizes, strict=True)
         ]
         asked: list[deque[int]] = [deque() for _ in shares]
-        window = max(2 * sum(sizes), AHEAD // max(1, bytes_each))
+        window = max(2 * sum(sizes), together, AHEAD // max(1, bytes_each))
         answers: dict[int, Batch] = {}
         turn, done, working, waiting, began = 0, 0.0, 0.0, 0.0, time.perf_counter()
         while turn < len(costs):
+            due = range(turn, min(turn + together, len(costs)))
             for other in self.others:
                 while left[other] and left[other][0][0] < turn + window:
                     places = left[other].popleft()
-                    with self._telling():
+                    with self._connected():
                         self._send(other, request(places))
                     asked[other].extend(places)
             mine = bool(left[0]) and left[0][0][0] < turn + window
             clock = time.perf_counter()
-            while found := self._next(wait=turn not in answers and not mine):
+            while found := self._next(wait=not (mine or all(place in answers for place in due))):
                 _sort(asked[found[0]], found[1], answers)
             waiting += time.perf_counter() - clock
-            if turn in answers:
-                last = turn + 1
-                while together and last in answers:
-                    last += 1
-                rows = [answers.pop(place) for place in range(turn, last)]
-                yield range(turn, last), rows[0] if len(rows) == 1 else _joined(rows)
-                turn = last
+            if all(place in answers for place in due):
+                rows = [answers.pop(place) for place in due]
+                yield due, rows[0] if len(rows) == 1 else _joined(rows)
+                turn = due.stop
             elif mine:
                 clock = time.perf_counter()
                 places = left[0].popleft()
@@ -275,24 +289,10 @@ class Team:
             self.ready.add(rank)
         if not isinstance(message, _Answer):
             return None
-        with self._telling():
+        with self._connected():
             for work in works:
                 work.wait()
         return rank, tuple(tensors)
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say which rank was lost where torch says that a connection broke."""
-        if self.lost:
-            raise self.lost
-        try:
-            yield
-        except RuntimeError as error:
-            for _ in range(50):  # the thread that listens knows in a moment
-                if self.lost:
-                    raise self.lost from None
-                time.sleep(0.1)
-            raise LostRank(f"the connection between ranks broke: {_first_line(error)}", 1) from None
 
     def end(self) -> None:
         """Send the other ranks home."""
@@ -315,7 +315,8 @@ class Team:
                 self.desk = prepare(self.inbox.get()[1])
             except FedsieveError as error:
                 raise LostRank(f"rank {self.rank} cannot take part: {error}", 1) from None
-            self._send(0, _READY)
+            with self._connected():
+                self._send(0, _READY)
             while True:
                 message = self.inbox.get()[1]
                 if isinstance(message, _Weights):
@@ -330,16 +331,13 @@ class Team:
 
     def _answer(self, batches: Iterator[Batch]) -> None:
         for batch in batches:
-            self._wait_for_sent()
-            self._send(0, _Answer(tuple(None if t is None else (tuple(t.shape), t.dtype) for t in batch)))
-            tensors = [tensor.contiguous() for tensor in batch if tensor is not None]
-            self.sent = [(tensor, dist.isend(tensor, 0)) for tensor in tensors]
-
-    def _wait_for_sent(self) -> None:
-        for _, work in self.sent:
-            if work is not None:
-                work.wait()
-        self.sent = []
+            with self._connected():
+                for _, work in self.sent:
+                    work.wait()
+                self._send(0, _Answer(tuple(None if t is None else (tuple(t.shape), t.dtype) for t in batch)))
+                tensors = [tensor.contiguous() for tensor in batch if tensor is not None]
+                works = [dist.isend(tensor, 0) for tensor in tensors]
+                self.sent = [(tensor, work) for tensor, work in zip(tensors, works, strict=True) if work is not None]
 
     def _fail(self, error: FedsieveError) -> NoReturn:
         with contextlib.suppress(RuntimeError):
@@ -349,16 +347,17 @@ class Team:
     def _take_weights(self, message: _Weights) -> None:
         assert self.desk is not None
         whole = ParamSpace.of(self.desk.model)
-        if message.changed is None:
-            self.known = whole.read(self.desk.model)
-            dist.broadcast(self.known, 0)
-        else:
-            assert self.known is not None
-            places = torch.empty(message.changed, dtype=torch.int64, device=self.device)
-            dist.broadcast(places, 0)
-            values = self.known.new_empty(message.changed)
-            dist.broadcast(values, 0)
-            self.known[places] = values
+        with self._connected():
+            if message.changed is None:
+                self.known = whole.read(self.desk.model)
+                dist.broadcast(self.known, 0)
+            else:
+                assert self.known is not None
+                places = torch.empty(message.changed, dtype=torch.int64, device=self.device)
+                values = self.known.new_empty(message.changed)
+                for tensor in (places, values):
+                    dist.broadcast(tensor, 0)
+                self.known[places] = values
         whole.write(self.desk.model, self.known)
 
 
