@@ -102,6 +102,66 @@ def test_one_layer_kind_is_a_list_of_one():
     assert parse_config(SPARSE).mask.kinds == "default"
 
 
+FEDERATED = "federation: {clients: 4}\nstages: [{name: a, rounds: 8}]\n"
+SIEVED = "federation: {clients: 4}\nmask: {sparsity: 0.5}\nstages: [{name: a, rounds: 8, sparse: true}]\n"
+RIDGE = "federation: {clients: 4}\nstages: [{name: a, train: head, method: ridge}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "said"),
+    [
+        (FEDERATED, "stages.a.warmup_epochs=1", "say warmup_rounds"),
+        (FEDERATED, "stages.a.warmup_rounds=9", "warmup_rounds (9) is longer than the stage (8 rounds)"),
+        (STAGE, "stages.a.warmup_rounds=1", "say warmup_epochs"),
+        (STAGE, "stages.a.local={steps: 1}", "local goes with a federation, and none is given: say epochs"),
+        (FEDERATED, "stages.a.ridge.strength=1.0", "ridge goes with method: ridge"),
+        (RIDGE, "stages.a.local={steps: 3}", "local goes with method: sgd"),
+        (RIDGE, "stages.a.early_stopping=3", "early_stopping goes with method: sgd"),
+        (RIDGE, "stages.a.optimizer.lr=0.5", "optimizer goes with method: sgd"),
+        (FEDERATED + "executor: sequential\n", "clients_at_once=2", "clients_at_once goes with executor: stacked"),
+        (SIEVED, "mask={scope: public, clients: 3}", "mask.scope is public"),
+        (SIEVED, "mask={rule: random, clients: 3}", "needs no scores of theirs"),
+        (SIEVED, "mask.refresh=8", "over after 8 rounds"),
+        (SIEVED, "federation.server={optimizer: adam, momentum_correction: reset}", "no mask ever changes"),
+        (FEDERATED, "federation.failures.deadline=3.0", "give devices a delay"),
+        (
+            FEDERATED,
+            "federation.server={optimizer: sgd, momentum: 0.5}",
+            "momentum goes with optimizer: momentum or adam",
+        ),
+        (FEDERATED, "federation.server={optimizer: adagrad, beta2: 0.5}", "beta2 goes with optimizer: adam or yogi"),
+        (
+            FEDERATED,
+            "federation.correction={kind: fedprox, beta: 2.0}",
+            "beta goes with kind: fedntd, and kind is fedprox",
+        ),
+        (FEDERATED, "message={up: fp16, group: 128}", "group goes with int8"),
+        (FEDERATED, "federation.cohort=0", "a whole number of clients, 1 or more, or a share"),
+        (FEDERATED, "federation.cohort=1.5", "a whole number of clients, 1 or more, or a share"),
+        (FEDERATED, "federation.cohort=some", "got 'some'"),
+    ],
+)
+def test_a_key_that_would_do_nothing_is_refused_with_where_it_works(text, override, said):
+    message = refusal(text, override)
+    assert said in message and "\n" not in message and "Input" not in message
+
+
+def test_a_mistake_in_the_mask_at_the_top_is_told_once():
+    """Stages take over what their own masks leave open, mistakes too."""
+    text = (
+        "mask: {rule: rndom}\nstages: [{name: a, epochs: 1, mask: {sparsity: 0.5}}, {name: b, epochs: 1, sparse: true}]"
+    )
+    assert refusal(text).startswith("exp.yaml: mask.rule: 'rndom' is not allowed") and "\n" not in refusal(text)
+    own = "mask: {rule: random}\nstages: [{name: a, epochs: 1, mask: {rule: rndom}}]"
+    assert refusal(own).startswith("exp.yaml: stages.a.mask.rule: 'rndom'") and "\n" not in refusal(own)
+
+
+def test_a_budget_says_what_it_comes_to():
+    (stage,) = parse_config(FEDERATED, ["stages=[{name: a, budget: 13, local: {steps: 4}}]"]).stages
+    assert stage.spent == "a budget of 13 local steps at 4 a round is 3 rounds, 12 steps"
+    assert parse_config(FEDERATED).stages[0].spent is None
+
+
 @pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2", "[1, 2]", "just words", "", "? {a: 1}\n: 2"])
 def test_what_is_no_experiment_is_refused_without_a_traceback(text):
     assert "exp.yaml" in refusal(text)

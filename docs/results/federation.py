@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from torch import Tensor
 
-from fedsieve.config import Experiment, parse_config
+from fedsieve.config import Experiment, Stage, parse_config
 from fedsieve.data.partitions import client_accuracies
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Executor
@@ -27,10 +28,12 @@ from fedsieve.federation.personal import spread
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
+from fedsieve.model.build import OnFeatures
 from fedsieve.model.space import ParamSpace
+from fedsieve.runner import federated
 from fedsieve.runner.federated import fit_ridge, populate
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import Setup, prepare
+from fedsieve.runner.setup import Setup, feature_feeds, prepare
 from fedsieve.train.loop import measure, predict
 from fedsieve.wire.ledger import Ledger
 
@@ -54,7 +57,7 @@ SMOKE = [
     "model.options={patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2}",
     "federation.clients=20",
 ]
-COLUMNS = ["job", "seed", "val_accuracy", "test_accuracy", "test_loss", "head_test_accuracy", "rounds", "bytes_up"]
+COLUMNS = ["job", "seed", "val_accuracy", "test_accuracy", "test_loss", "stages_test_accuracy", "rounds", "bytes_up"]
 COLUMNS += ["bytes_down", "drift", "client_mean", "client_std", "client_worst_decile", "client_worst", "seconds"]
 COLUMNS += ["round_ms", "curve", "overrides"]
 
@@ -78,27 +81,44 @@ class Shared(Federated):
 
 
 class Arena:
-    """Data and network for one validation share: the images are the same for every seed."""
+    """Data and network for one validation share and one set of weights: the images are the same for every seed."""
 
-    def __init__(self, overrides: list[str]) -> None:
-        self.experiment = parse_config(BASE, overrides)
-        self.setup: Setup = prepare(self.experiment, Display.silent())
+    def __init__(self, experiment: Experiment) -> None:
+        self.setup: Setup = prepare(experiment, Display.silent())
         self.initial = {name: tensor.clone() for name, tensor in self.setup.model.state_dict().items()}
-        self.space: ParamSpace = self.setup.space(self.experiment.stages[-1])
-        self.theta = self.space.bind(self.setup.model)
-        self.start = self.theta.detach().clone()
+        self.bound = dict[str, tuple[ParamSpace, Tensor]]()
         self.test = self.setup.test_feed()
+        self.features = feature_feeds(self.setup)
+
+    def bind(self, stage: Stage) -> tuple[ParamSpace, Tensor]:
+        """The vector of a stage's weights: the same one each time, since compiled steps know its place in memory."""
+        space = self.setup.space(stage)
+        if space.id not in self.bound:
+            self.bound[space.id] = space, space.bind(self.setup.model)
+        space, theta = self.bound[space.id]
+        values, gradients = space.unflatten(theta.detach()), space.unflatten(theta.grad)
+        with torch.no_grad():
+            for name, parameter in self.setup.model.named_parameters():
+                parameter.requires_grad_(name in values)
+                parameter.grad = gradients.get(name)
+                if name in values:
+                    values[name].copy_(parameter)
+                    parameter.data = values[name]
+        return space, theta
 
     def run(self, experiment: Experiment) -> dict[str, Any]:
-        setup, (first, stage) = self.setup, experiment.stages
+        setup = self.setup
         setup.experiment = experiment
         began = time.perf_counter()
         with torch.no_grad():
-            self.theta.copy_(self.start)
+            for name, tensor in setup.model.state_dict().items():
+                tensor.copy_(self.initial[name])
+        moved = False
+        accuracies = list[float]()
         with tempfile.TemporaryDirectory() as folder:
             context = Context(
                 experiment=experiment,
-                population=populate(experiment, setup),
+                population=populate(experiment, setup.train.labels.cpu().numpy(), setup.train.rows),
                 model=setup.model,
                 initial=self.initial,
                 train=setup.train,
@@ -109,25 +129,19 @@ class Arena:
                 ledger=Ledger(Path(folder) / "ledger.csv"),
                 store=ClientStore(Path(folder) / "clients"),
             )
-            if first.method == "ridge":
-                ticks = fit_ridge(setup, context, first, dict)[2]
-            else:
-                raise FedsieveError("this script starts from a ridge head")
-            for _ in ticks:
-                pass
-            head = self.measure()
-            stepped = Shared(
-                context,
-                stage,
-                self.space,
-                setup.model,
-                self.theta,
-                setup.train,
-                lambda: setup.validate(setup.model, setup.validation),
-            )
-            records = [tick.record for tick in stepped.rounds() if tick.record]
+            for stage in experiment.stages:
+                if stage.method == "ridge":
+                    federated.feature_feeds = feature_feeds if moved else lambda _: self.features
+                    for _ in fit_ridge(setup, context, stage, dict)[2]:
+                        pass
+                else:
+                    on_features = stage.train == "head" and not moved
+                    moved = moved or stage.train != "head"
+                    stepped = self.rounds(context, stage, on_features)
+                    records = [tick.record for tick in stepped.rounds() if tick.record]
+                found = self.measure()
+                accuracies.append(found["test_accuracy"])
             total = dict(context.ledger.total)
-        found = self.measure()
         logits = predict(setup.model, self.test, setup.autocast)
         correct = (logits.argmax(1) == self.test.labels).cpu().numpy()
         people = context.population
@@ -136,7 +150,7 @@ class Arena:
         plain = [r["seconds"] for r in records[1:] if "val_accuracy" not in r]
         return found | {
             "val_accuracy": stepped.state.chosen.get("val_accuracy", ""),
-            "head_test_accuracy": head["test_accuracy"],
+            "stages_test_accuracy": " ".join(f"{100 * value:.2f}" for value in accuracies),
             "rounds": stepped.state.round,
             "bytes_up": total["up"],
             "bytes_down": total["down"],
@@ -146,6 +160,13 @@ class Arena:
             "round_ms": 1e3 * float(np.median(plain)) if plain else 0.0,
             "curve": " ".join(f"{number}:{100 * value:.1f}" for number, value in values),
         }
+
+    def rounds(self, context: Context, stage: Stage, on_features: bool) -> Shared:
+        setup = self.setup
+        space, theta = self.bind(stage)
+        train, validation = self.features if on_features else (setup.train, setup.validation)
+        forward = OnFeatures(setup.model.head) if on_features else setup.model
+        return Shared(context, stage, space, forward, theta, train, lambda: setup.validate(forward, validation))
 
     def measure(self) -> dict[str, float]:
         logits = predict(self.setup.model, self.test, self.setup.autocast)
@@ -168,7 +189,7 @@ def main() -> None:
         return
     common = [f"data.source={given.data}", f"model.weights={given.weights}", f"compile={given.compile}"]
     common += SMOKE if given.smoke else []
-    began, arenas = time.perf_counter(), dict[float, Arena]()
+    began, arenas = time.perf_counter(), dict[Any, Arena]()
     with given.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if file.tell() == 0:
@@ -180,10 +201,12 @@ def main() -> None:
                     return
                 share = float(job.get("val_fraction", 0.0))
                 overrides = [*common, f"data.val_fraction={share}", *job.get("overrides", [])]
-                if share not in arenas:
-                    arenas[share] = Arena([*common, f"data.val_fraction={share}"])
                 try:
-                    row = arenas[share].run(parse_config(BASE, [*overrides, f"seed={seed}"]))
+                    experiment = parse_config(BASE, [*overrides, f"seed={seed}"])
+                    place = (share, experiment.data.size, experiment.model.model_dump_json())
+                    if place not in arenas:
+                        arenas[place] = Arena(experiment)
+                    row = arenas[place].run(experiment)
                 except FedsieveError as error:
                     print(f"{job['name']} seed {seed}: {error}", flush=True)
                     continue
@@ -193,7 +216,7 @@ def main() -> None:
                 file.flush()
                 print(
                     f"{time.perf_counter() - began:5.0f} s  {job['name']:28} seed {seed}: test {100 * row['test_accuracy']:.2f}, "
-                    f"val {row['val_accuracy'] and round(100 * row['val_accuracy'], 2)}, head {100 * row['head_test_accuracy']:.1f}, "
+                    f"val {row['val_accuracy'] and round(100 * row['val_accuracy'], 2)}, stages {row['stages_test_accuracy']}, "
                     f"{row['rounds']} rounds x {row['round_ms']:.0f} ms, {(row['bytes_up'] + row['bytes_down']) / 1e9:.2f} GB, "
                     f"worst decile {100 * row['client_worst_decile']:.1f} | {row['curve']}",
                     flush=True,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -13,12 +14,15 @@ from rich.table import Table
 
 import fedsieve
 from fedsieve import launch
+from fedsieve.bench.commands import app as bench_app
 from fedsieve.config import load_config, parse_config
 from fedsieve.errors import FedsieveError, did_you_mean
 
 if TYPE_CHECKING:
     from fedsieve.config import Experiment
     from fedsieve.mask.mask import Mask
+    from fedsieve.report.comparison import Comparison
+    from fedsieve.sweep.search import Result
 
 # torch and timm take seconds to import: commands import what they need, so that --help and a wrong config answer at once.
 
@@ -106,8 +110,11 @@ def _run(experiment: "Experiment", out: Path | None, dry_run: bool, quiet: bool)
     if dry_run:
         if launch.rank():
             return
+        from fedsieve.runner.experiment import check_free
         from fedsieve.runner.plan import plan
 
+        if out is not None:
+            check_free(out)
         table = Table("what", "how much", title=f"{experiment.name}: what would happen", title_justify="left")
         for what, how_much in plan(experiment):
             table.add_row(what, how_much)
@@ -146,11 +153,9 @@ def _show_summary(summary: dict[str, Any], folder: Path) -> None:
             f"{stage['seconds']:.1f}",
         )
     console.print(table)
-    console.print(
-        f"test accuracy {_percent(summary['test_accuracy'])} on {summary['test_images']:,} images, "
-        f"{summary['seconds']:.0f} s in all",
-        highlight=False,
-    )
+    tested = f"test accuracy {_percent(summary['test_accuracy'])} on {summary['test_images']:,} images"
+    tested = tested if summary["test_images"] else "the test set stays closed (test: false)"
+    console.print(f"{tested}, {summary['seconds']:.0f} s in all", highlight=False)
     if "bytes_up" in summary:
         _show_federation(summary, folder)
     console.print(f"page: {folder / 'report.html'}", highlight=False, soft_wrap=True)
@@ -165,10 +170,15 @@ def _show_federation(summary: dict[str, Any], folder: Path) -> None:
     beside = "" if share is None else f", {_percent(share)} of dense fp32 FedAvg"
     up, down = size(summary["bytes_up"]), size(summary["bytes_down"])
     lines = [f"{summary['rounds']:,} rounds, {up} up, {down} down{beside}"]
-    served = summary["client_accuracy"]
-    lines += [f"clients' accuracy {_percent(served.get('mean'))}, worst decile {_percent(served.get('worst_decile'))}"]
+    facts = []
+    if served := summary.get("client_accuracy"):
+        facts += [
+            f"clients' accuracy {_percent(served.get('mean'))}",
+            f"worst decile {_percent(served.get('worst_decile'))}",
+        ]
     if summary["drift"] is not None:
-        lines[-1] += f", last drift {summary['drift']:.3g}"
+        facts += [f"last drift {summary['drift']:.3g}"]
+    lines += [", ".join(facts)] if facts else []
     if summary["refused"]:
         lines += ["refused: " + ", ".join(f"{count} {reason}" for reason, count in summary["refused"].items())]
     console.print("\n".join(lines), highlight=False)
@@ -185,6 +195,83 @@ def resume(folder: RunFolder, quiet: Quiet = False) -> None:
     from fedsieve.runner.progress import Display
 
     _show_summary(resume_experiment(folder, Display(console, quiet)), folder)
+
+
+@app.command()
+def sweep(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            metavar="KEY=VALUES",
+            help="A setting to search, named like an override: `mask.sparsity=0.5,0.9,0.99` takes these values, "
+            "`stages.head.optimizer.momentum=0:0.95` draws from a range, `stages.head.optimizer.lr=log:1e-3:1` a range by orders of magnitude, "
+            "`log:1e-3:1:4` four points of it. Once for every setting.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="`grid`: every combination; `bayes`: what looks promising so far.")
+    ] = "bayes",
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Trials in all. Default: 30, or the whole grid.", show_default=False),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Stop trials that fall behind the median of those that ended.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="The sweep's folder. Default: runs/NAME-sweep.", show_default=False
+        ),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Search settings for the best validation accuracy. The test set stays closed.
+
+    Every trial is a run in `DIR/trials`. Started again with the same words, the sweep goes on where it was; started twice
+    at once, the two share the work. It leaves `sweep.html`, `sweep.csv` and `best.yaml`, a config to `fedsieve run`.
+    """
+    word = _one_of("--method", method, ("grid", "bayes"))
+    from fedsieve.sweep.space import Space
+
+    space = Space(config, vary or [], word, overrides or [])  # a typo is answered before torch is imported
+    from fedsieve.sweep.search import sweep as search
+
+    folder = out or Path("runs") / f"{space.base.name}-sweep"
+    result = search(space, folder, trials, prune, None if quiet else console)
+    _show_sweep(result, folder)
+
+
+def _show_sweep(result: "Result", folder: Path) -> None:
+    from fedsieve.sweep.space import brief
+
+    ended = sorted((t for t in result.trials if t.state == "complete"), key=lambda t: (-(t.accuracy or 0.0), t.number))
+    counts = Counter(trial.state for trial in result.trials)
+    table = Table(title=", ".join(f"{count} {state}" for state, count in counts.items()), title_justify="left")
+    table.add_column("trial", justify="right")
+    for name in brief(list(result.trials[0].values)) if result.trials else ():
+        table.add_column(name, justify="right")
+    for column in ("validation", "seconds"):
+        table.add_column(column, justify="right")
+    for trial in ended[:10]:
+        settings = [value if isinstance(value, str) else json.dumps(value) for value in trial.values.values()]
+        table.add_row(str(trial.number), *settings, _percent(trial.accuracy), f"{trial.seconds or 0:.1f}")
+    console.print(table)
+    if result.best is None:
+        running = "; others are still running" if counts["running"] else ""
+        raise FedsieveError(f"no trial came to an end{running}. {folder / 'sweep.csv'} says why", 1)
+    for hint in result.hints:
+        console.print(hint, highlight=False, soft_wrap=True)
+    console.print(
+        f"`fedsieve run {folder / 'best.yaml'}` trains the best settings again and opens the test set",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"page: {result.page}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -257,7 +344,12 @@ def explore(config: ConfigFile, overrides: Overrides = None, out: Out = None) ->
 @app.command()
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="One run folder, or several to compare.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="DIR...",
+            help="One run folder, or several to compare; a folder of runs, or a sweep, stands for all of them.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -266,21 +358,46 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write the page of one run again, or a page that compares several."""
-    from fedsieve.report.comparison import write_comparison
+    """Write the page of one run again, or a page that compares several.
+
+    Runs that differ only in their seeds stand together; differences come with 95 % intervals.
+    """
+    from fedsieve.report.comparison import compare, find_runs, write_comparison
     from fedsieve.report.page import write_report
 
-    if len(folders) == 1 and out is None:
-        page = write_report(folders[0])
+    runs = find_runs(folders)
+    if len(runs) == 1 and out is None:
+        page = write_report(runs[0])
     else:
-        page = write_comparison(folders, out or Path("comparison.html"))
+        found = compare(runs)
+        _show_comparison(found)
+        page = write_comparison(found, out or Path("comparison.html"))
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+def _show_comparison(found: "Comparison") -> None:
+    table = Table("experiment")
+    measured = "test accuracy, %" if found.measure == "test_accuracy" else "validation accuracy, %"
+    for column in ("seeds", measured, "to the best, points (95 % interval)"):
+        table.add_column(column, justify="right")
+    gaps = {row.one.label: row for row in found.behind}
+    for group in found.groups:
+        mean, spread, row = group.mean(found.measure), group.spread(found.measure), gaps.get(group.label)
+        score = "-" if mean is None else f"{100 * mean:.2f}"
+        score += "" if spread is None else f" ± {100 * spread:.2f}"
+        gap = f"{100 * row.value:+.2f}" if row else ""
+        gap += f" ({100 * row.interval[0]:+.2f} to {100 * row.interval[1]:+.2f})" if row and row.interval else ""
+        table.add_row(group.label, str(group.size), score, gap)
+    console.print(table)
+    for folder, reason in found.missing:
+        console.print(f"not in the numbers: {folder}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 mask_app = typer.Typer(
     no_args_is_help=True, help="Look at masks: which weights of a model may train.", rich_markup_mode="markdown"
 )
 app.add_typer(mask_app, name="mask")
+app.add_typer(bench_app, name="bench")
 Page = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE", help="Also write a page with pictures.", show_default=False),
@@ -352,42 +469,80 @@ def _load_mask(file: Path) -> "Mask":
 
 
 @app.command()
-def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A benchmark, or `list`.")] = "list",
-    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:N`.")] = "auto",
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="In miniature: shows that it runs; the times mean nothing.")
-    ] = False,
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A study, or `list`.")] = "list",
+    overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Also write the table as JSON.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="The study folder, new or begun. Default: studies/NAME.",
+            show_default=False,
+        ),
     ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rows",
+            metavar="PATTERN",
+            help="Only rows with such names, `table1/*`; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of every row.")] = 3,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LR,LR...", help="Give every row the best of these rates on validation.", show_default=False
+        ),
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Every row in miniature, with one seed: shows that it runs, nothing else.")
+    ] = False,
+    show_rows: Annotated[bool, typer.Option("--list", help="Print the rows and stop.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Only write tables and page of what is in DIR.")] = False,
+    keep_all: Annotated[
+        bool, typer.Option("--keep-all", help="Keep checkpoints, and every seed's weights and clients' masks.")
+    ] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Measure: one table of ratios taken side by side in one run, with the hardware next to it."""
-    from fedsieve.bench.registry import BENCHMARKS
+    """Run a study's grid of experiments and write its tables, figures and page: reported beside measured.
+
+    The same command goes on where it was stopped. `fedsieve study list` shows the studies.
+    """
+    from fedsieve.study.definition import STUDIES, load_study
 
     if name == "list":
-        for key, (text, _) in BENCHMARKS.items():
-            console.print(f"[bold]{key:12}[/]{text}", highlight=False, soft_wrap=True)
+        for known in STUDIES:
+            console.print(f"[bold]{known:16}[/]{escape(load_study(known).spec.title)}", highlight=False, soft_wrap=True)
         return
-    from fedsieve.files import write_json
-    from fedsieve.runner.environment import choose_device, describe_environment
+    chosen = load_study(name, overrides or [], _rates(rates), smoke)
+    some = chosen.select(rows or [])
+    if show_rows:
+        for row in some:
+            told = f" [dim](reported: {escape(row.reported)})[/]" if row.reported else ""
+            console.print(f"[bold]{escape(row.name)}[/]  {escape(row.label)}{told}", highlight=False, soft_wrap=True)
+        return
+    from fedsieve.study.grid import run_study, show_study
 
-    text, measure = BENCHMARKS[_one_of("bench", name, ("list", *BENCHMARKS))]
-    where = choose_device(device)
-    result = measure(where, smoke)
-    environment = describe_environment(where)
-    table = Table(*result.columns, title=f"{name}: {text}", title_justify="left")
-    for row in result.rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print(result.note, highlight=False)
-    hardware = (
-        f"{environment['device']}, {environment['cpu']} x {environment['cpu_count']}, torch {environment['torch']}"
-    )
-    console.print(f"{hardware}, {environment['threads']} threads", highlight=False)
-    if out is not None:
-        write_json(out, {"benchmark": name, "columns": result.columns, "rows": result.rows, "environment": environment})
+    folder = out or Path("studies") / (f"{name}-smoke" if smoke else name)
+    if show:
+        page = show_study(name, folder, seeds)
+    else:
+        page = run_study(chosen, folder, some, 1 if smoke else seeds, console, quiet, keep_all)
+    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+def _rates(text: str | None) -> list[float]:
+    try:
+        rates = [float(word) for word in text.split(",")] if text else []
+    except ValueError:
+        rates = [-1.0]
+    if any(not 0 < rate < float("inf") for rate in rates):
+        raise FedsieveError(f"--rates: {text} is not a list of rates such as 0.003,0.01,0.03")
+    return rates
 
 
 @app.command(name="list")

@@ -28,17 +28,35 @@ LayerKind = Literal["linear", "attention", "norm", "conv", "bias", "other"]
 Scope = Literal["shared", "client", "public"]
 ValueFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "sign", "coo"]
 PersonalMethod = Literal["local", "head", "norms", "mask", "blend"]
+AggregatorKind = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_bound"]
+AttackKind = Literal["label_flip", "sign_flip", "gaussian_noise", "nan", "stale_replay"]
+Aggregation = Literal["plain", "zero_sum", "secagg"]
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
+NoiseMultiplier = Annotated[float, Field(ge=0.05)]  # less hides nothing, and cannot be accounted for
 
 
 class Strict(BaseModel):
     """No unknown keys, no silent conversions, no change after validation."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _given(model: BaseModel, *names: str) -> list[str]:
+    """Those of some keys that are not at their default: a config that is written out in full has all of them."""
+    return [name for name in names if getattr(model, name) != type(model).model_fields[name].default]
+
+
+def _only_with(model: BaseModel, choice: str, takes: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse keys that the model's `choice` does not take; `takes` says which word of it takes what."""
+    word = getattr(model, choice)
+    every = {name for names in takes.values() for name in names}
+    for name in _given(model, *sorted(every - set(takes.get(word, ())))):
+        users = [user for user, names in takes.items() if name in names]
+        raise ValueError(f"{name} goes with {choice}: {' or '.join(users)}, and {choice} is {word}")
 
 
 class Data(Strict):
@@ -187,6 +205,11 @@ class Sieve(Strict):
         None, description="with refresh: the first mask's sparsity, moving evenly to `sparsity` with each new mask"
     )
 
+    @property
+    def scored(self) -> bool:
+        """Whether its rule looks at images, not at weights alone."""
+        return self.rule.endswith(("sensitive", "hybrid"))
+
     @field_validator("kinds", mode="before")
     @classmethod
     def _list_of_kinds(cls, kinds: Any) -> Any:
@@ -275,12 +298,27 @@ class Stage(Strict):
         per_round = self.local.steps or self.local.epochs or 1
         return self.epochs or self.rounds or max(1, round((self.budget or 1) / per_round))
 
+    @property
+    def spent(self) -> str | None:
+        """What a budget comes to in whole rounds, in words; None where none is given."""
+        if self.budget is None:
+            return None
+        unit, each = ("steps", self.local.steps) if self.local.steps else ("epochs", self.local.epochs or 1)
+        return f"a budget of {self.budget:,} local {unit} at {each} a round is {self.length:,} rounds, {self.length * each:,} {unit}"
+
     @model_validator(mode="after")
     def _check(self) -> "Stage":
         if self.epochs is not None and self.warmup_epochs > self.epochs:
             raise ValueError(f"warmup_epochs ({self.warmup_epochs:g}) is longer than the stage ({self.epochs} epochs)")
         if self.rounds and self.budget:
             raise ValueError("rounds and budget both say how long the stage is: give one")
+        if (self.rounds or self.budget) and self.warmup_rounds > self.length:
+            raise ValueError(f"warmup_rounds ({self.warmup_rounds}) is longer than the stage ({self.length} rounds)")
+        stepwise = ("local", "batch_size", "optimizer", "schedule", "warmup_epochs", "warmup_rounds", "early_stopping")
+        if self.method == "ridge" and (ignored := _given(self, *stepwise)):
+            raise ValueError(f"{ignored[0]} goes with method: sgd; ridge solves for the head at once")
+        if self.method == "sgd" and _given(self, "ridge"):
+            raise ValueError("ridge goes with method: ridge, and method is sgd")
         if self.method == "ridge" and self.train != "head":
             raise ValueError("method: ridge solves for a head: it goes with train: head")
         if self.method == "ridge" and (self.sparse or self.mask):
@@ -324,6 +362,18 @@ class Server(Strict):
     beta2: Fraction = Field(0.99, description="of adam and yogi")
     tau: Rate = Field(1e-3, description="of adam, yogi and adagrad: what is added to the root")
     schedule: Literal["cosine", "constant"] = Field("constant", description="of the server's rate over rounds")
+    momentum_correction: Literal["keep", "scale", "reset"] = Field(
+        "keep",
+        description="with mask.refresh, what becomes of the momentum of weights that stay in the mask: all, the share of the "
+        "new mask that was in the old one, or nothing; weights new to it begin without",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Server":
+        adaptive = ("momentum", "beta2", "tau", "momentum_correction")
+        takes = {"momentum": ("momentum", "momentum_correction"), "adam": adaptive, "yogi": adaptive}
+        _only_with(self, "optimizer", takes | {"adagrad": ("momentum", "tau", "momentum_correction")})
+        return self
 
 
 class Correction(Strict):
@@ -333,6 +383,11 @@ class Correction(Strict):
     mu: Annotated[float, Field(ge=0)] = Field(0.01, description="fedprox: weight of the distance to the global model")
     beta: Annotated[float, Field(ge=0)] = Field(1.0, description="fedntd: weight of the distillation")
     tau: Rate = Field(1.0, description="fedntd: its temperature")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Correction":
+        _only_with(self, "kind", {"fedprox": ("mu",), "fedntd": ("beta", "tau")})
+        return self
 
 
 class Failures(Strict):
@@ -373,16 +428,66 @@ class Personal(Strict):
         return self
 
 
+class Kinded(Strict):
+    """Settings of which the kind alone may be given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_alone(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+
+class Aggregator(Kinded):
+    """How updates become one. All but the mean bear some hostile clients, and count every client once."""
+
+    kind: AggregatorKind = "mean"
+    share: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.2, description="trimmed_mean: of the clients, left out at either end of each value"
+    )
+    f: Annotated[int, Field(ge=0)] = Field(
+        1, description="krum, multi_krum: how many clients of a round may be hostile"
+    )
+    m: Positive | None = Field(None, description="multi_krum: how many updates are averaged; default: all but f")
+    limit: Rate | None = Field(None, description="norm_bound: the largest norm; default: the median of a round's")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Aggregator":
+        takes = {"trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m"), "norm_bound": ("limit",)}
+        _only_with(self, "kind", takes)
+        return self
+
+
+class Attack(Kinded):
+    """Simulated hostile clients: the same ones for the whole experiment, drawn by the seed."""
+
+    kind: AttackKind = "sign_flip"
+    fraction: Fraction = Field(0.2, description="of all clients")
+    factor: Rate = Field(
+        10.0,
+        description="sign_flip: how many times as long the update is the other way; gaussian_noise: the noise's norm, by it",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Attack":
+        _only_with(self, "kind", {"sign_flip": ("factor",), "gaussian_noise": ("factor",)})
+        return self
+
+
 class Federation(Strict):
     """Clients that keep their data, and a server that averages what they learnt."""
 
     clients: Positive | None = Field(None, description="default 100; a natural partition brings its own number")
     partition: Partition = Partition()
-    cohort: Annotated[int, Field(ge=1)] | Share = Field(0.1, description="clients per round: a share, or a number")
+    cohort: int | float = Field(0.1, description="clients per round: a share, or a number")
+    sampling: Literal["independent", "shuffled"] = Field(
+        "independent", description="each round's cohort drawn anew, or every client once before any comes twice"
+    )
     weighting: Literal["examples", "uniform"] = "examples"
     divide_by: Literal["holders", "all"] = Field(
         "holders", description="where clients train different weights: by the weight of those who hold one, or of all"
     )
+    aggregator: Aggregator = Field(Aggregator(), description="a kind, or a kind with its settings")
+    attack: Attack | None = Field(None, description="a kind, or a kind with its settings; default: nobody is hostile")
     server: Server = Server()
     correction: Correction = Correction()
     minimum_replies: Positive = Field(1, description="good replies without which a round changes nothing")
@@ -396,12 +501,27 @@ class Federation(Strict):
     blend: bool = Field(False, description="Fisher blending: clients mix what they receive with their own last weights")
     personal: Personal | None = None
 
+    @field_validator("cohort", mode="before")
+    @classmethod
+    def _share_or_number(cls, cohort: Any) -> Any:
+        whole = isinstance(cohort, int) and not isinstance(cohort, bool) and cohort >= 1
+        if whole or (isinstance(cohort, float) and 0 < cohort <= 1):
+            return cohort
+        raise ValueError(
+            f"a whole number of clients, 1 or more, or a share above 0 and up to 1.0 (0.1: a tenth), got {cohort!r}"
+        )
+
     @model_validator(mode="after")
     def _check(self) -> "Federation":
         if self.clients is not None and self.partition.kind == "natural":
             raise ValueError("a natural partition brings its own number of clients: drop clients")
         if self.devices and abs(sum(device.share for device in self.devices) - 1) > 1e-6:
             raise ValueError("devices: their shares must add up to 1")
+        if self.failures.deadline is not None and not any(device.delay for device in self.devices):
+            raise ValueError(
+                "failures.deadline is for devices that take their time, and none does: give devices a delay, such as "
+                "devices: [{delay: 10}]"
+            )
         return self
 
 
@@ -420,6 +540,58 @@ class Message(Strict):
             raise ValueError("down: sign keeps no weights, only directions; it goes with up")
         if self.top_k is not None and self.up == "coo":
             raise ValueError("up: coo is kept as the reports count it; top_k goes with the other formats")
+        if _given(self, "group") and not {self.up, self.down} & {"int8", "int4", "sign"}:
+            raise ValueError("group goes with int8, int4 and sign, and neither up nor down is one of them")
+        return self
+
+
+class Noised(Strict):
+    """A sum that is given out with noise: each client's part is first shortened to a norm."""
+
+    clip_norm: Rate
+    noise_multiplier: NoiseMultiplier = Field(description="the noise's deviation, by clip_norm")
+
+
+class DP(Strict):
+    """Client-level differential privacy with a trusted server (McMahan et al. 2018)."""
+
+    epsilon: Rate | None = Field(None, description="that the whole experiment may spend; the noise follows from it")
+    noise_multiplier: NoiseMultiplier | None = Field(
+        None, description="instead of epsilon: the noise's deviation, by clip_norm"
+    )
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="far below one in the number of clients")
+    clip_norm: Rate = Field(description="the largest L2 norm of an update")
+    scores: Noised | None = Field(None, description="of a mask from clients' scores, which the budget then pays for")
+    statistics: Noised | None = Field(None, description="of a ridge head, which the budget then pays for")
+
+    @model_validator(mode="after")
+    def _check(self) -> "DP":
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("dp needs either epsilon, from which the noise follows, or noise_multiplier, not both")
+        return self
+
+
+class Privacy(Strict):
+    """What the server learns of single clients: docs/trust.md says what each mode promises."""
+
+    aggregation: Aggregation = Field(
+        "plain", description="secagg: only sums (Bonawitz et al. 2017); zero_sum: the secure report's pads, to compare"
+    )
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = Field(
+        0.66, description="secagg: the share of the clients asked without whom there is no sum; more than half"
+    )
+    bits: Literal[16, 32, 64] = Field(32, description="secagg: of a value of an update; other sums have 64")
+    bound: Rate = Field(1.0, description="secagg: the largest value of an update; what goes beyond is cut")
+    pad_scale: Rate = Field(1.0, description="zero_sum: the deviation of the pads")
+    pad_offset: Annotated[int, Field(ge=0)] = Field(
+        0, description="zero_sum: a pad's seed is the client's number plus it"
+    )
+    dp: DP | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Privacy":
+        takes = {"secagg": ("threshold", "bits", "bound"), "zero_sum": ("pad_scale", "pad_offset")}
+        _only_with(self, "aggregation", takes)
         return self
 
 
@@ -443,16 +615,20 @@ class Experiment(Strict):
     threads: Positive | None = Field(
         None, description="CPU threads; small networks are fastest, and repeat anywhere, on 1"
     )
+    test: bool = Field(
+        True, description="open the test set at the end; false while settings are chosen, as in a sweep's trials"
+    )
     test_curve: bool = Field(False, description="also test after every epoch; nothing is ever selected on it")
     data: Data = Data()
     model: Model = Model()
     mask: Sieve | None = Field(None, description="the mask of every sparse stage that has none of its own")
     federation: Federation | None = Field(None, description="absent: training is central")
     message: Message = Message()
+    privacy: Privacy = Privacy()
     executor: Literal["auto", "sequential", "stacked", "distributed"] = Field(
         "auto",
-        description="how a cohort trains; auto: stacked on a GPU or with clients_at_once, sequential on a CPU; distributed: "
-        "so on every process that torchrun starts",
+        description="how a cohort trains; auto: stacked on a GPU, sequential on a CPU; distributed: so on every process that "
+        "torchrun starts, and stacked wherever clients_at_once is given",
     )
     clients_at_once: Positive | None = Field(None, description="stacked: default, as many as fit in memory")
     compile: Literal["auto", "eager", "graph", "full"] = Field(
@@ -487,6 +663,8 @@ class Experiment(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'stages: two are named "{name}"; every stage needs its own name')
+        if self.test_curve and not self.test:
+            raise ValueError("test_curve tests after every epoch, but test is false. Drop one of them")
         for stage in self.stages:
             held = self.data.val_fraction or (self.federation and self.federation.client_validation)
             if stage.early_stopping and not held:
@@ -501,15 +679,15 @@ class Experiment(Strict):
         for stage in self.stages:
             self._check_length(stage)
         if self.federation is None:
-            for name in ("message", "clients_at_once"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} goes with a federation, and none is given")
+            for name in _given(self, "message", "privacy", "clients_at_once"):
+                raise ValueError(f"{name} goes with a federation, and none is given")
             for sieve in filter(None, map(self.mask_of, self.stages)):
-                for name in ("scope", "clients", "refresh", "start_sparsity"):
-                    if getattr(sieve, name) != Sieve.model_fields[name].default:
-                        raise ValueError(f"mask.{name} goes with a federation, and none is given")
+                for name in _given(sieve, "scope", "clients", "refresh", "start_sparsity"):
+                    raise ValueError(f"mask.{name} goes with a federation, and none is given")
             if self.executor != "auto":
                 raise ValueError(f"executor: {self.executor} runs a cohort of clients, but no federation is given")
+        elif self.executor == "sequential" and self.clients_at_once:
+            raise ValueError("clients_at_once goes with executor: stacked; sequential trains one client after another")
         self._check_parts()
         if self.federation is not None:
             self._check_federation(self.federation)
@@ -540,6 +718,11 @@ class Experiment(Strict):
                 if getattr(stage, name) is not None:
                     raise ValueError(f"{where}.{name}: a ridge head is solved in one round: drop it")
             return
+        if central and _given(stage, "warmup_rounds", "local"):
+            key, instead = ("warmup_rounds", "warmup_epochs") if stage.warmup_rounds else ("local", "epochs")
+            raise ValueError(f"{where}.{key} goes with a federation, and none is given: say {instead}")
+        if not central and stage.warmup_epochs:
+            raise ValueError(f"{where}.warmup_epochs: in a federation the rate warms up by rounds: say warmup_rounds")
         if central and stage.epochs is None:
             raise ValueError(f"{where}.epochs: required, but not given")
         if central and (stage.rounds or stage.budget):
@@ -572,15 +755,178 @@ class Experiment(Strict):
                 "federation.personal.methods: blend mixes in weights that clients keep from the last stage's rounds: it "
                 "needs federation.blend: true and a last stage that is not solved by ridge"
             )
-        for sieve in sieves:
-            if sieve.refresh and sieve.scope == "client":
-                raise ValueError("mask.refresh goes with a shared or public mask")
-            if sieve.start_sparsity is not None and sieve.refresh is None:
-                raise ValueError("mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask")
+        for stage in self.stages:
+            if (sieve := self.mask_of(stage)) is not None:
+                self._check_sieve(stage, sieve)
+        for wrong, why in trust_conflicts(self, federation):
+            if wrong:
+                raise ValueError(why)
+        if _given(federation.server, "momentum_correction") and not any(sieve.refresh for sieve in sieves):
+            raise ValueError("federation.server.momentum_correction goes with mask.refresh: no mask ever changes")
+        for wrong, why in trust_conflicts(self, federation):
+            if wrong:
+                raise ValueError(why)
+
+    def _check_sieve(self, stage: Stage, sieve: Sieve) -> None:
+        """In a federation."""
+        if sieve.refresh and sieve.scope == "client":
+            raise ValueError("mask.refresh goes with a shared or public mask")
+        if sieve.refresh and sieve.refresh >= stage.length:
+            raise ValueError(
+                f"mask.refresh: stage {stage.name} is over after {stage.length} rounds, before {sieve.refresh} have passed "
+                "and a new mask is due"
+            )
+        if sieve.start_sparsity is not None and sieve.refresh is None:
+            raise ValueError("mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask")
+        if sieve.clients and sieve.scope != "shared":
+            raise ValueError(f"mask.clients says how many score a shared mask, and mask.scope is {sieve.scope}")
+        if sieve.clients and not sieve.scored:
+            raise ValueError(f"mask.clients says how many score, and mask.rule {sieve.rule} needs no scores of theirs")
 
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""
         return stage.mask or (self.mask if stage.sparse else None)
+
+
+def trust_conflicts(experiment: Experiment, federation: Federation) -> list[tuple[bool, str]]:
+    """Settings of privacy, aggregator and attack that cannot go together, and why: docs/trust.md lists them all."""
+    privacy, message, dp = experiment.privacy, experiment.message, experiment.privacy.dp
+    sieves = [sieve for sieve in map(experiment.mask_of, experiment.stages) if sieve is not None]
+    own = any(sieve.scope == "client" for sieve in sieves)
+    tiers = any(device.density < 1 for device in federation.devices)
+    top = max((device.density for device in federation.devices), default=1.0)
+    largest = sum(device.share for device in federation.devices if device.density == top)
+    lossy = federation.failures != Failures()
+    scaffold = federation.correction.kind == "scaffold"
+    kind, robust = federation.aggregator.kind, federation.aggregator.kind != "mean"
+    mode, secure = privacy.aggregation, privacy.aggregation != "plain"
+    ridge = any(stage.method == "ridge" for stage in experiment.stages)
+    held = experiment.data.val_fraction > 0
+    scored = [sieve for sieve in sieves if sieve.scored]
+    conflicts = [
+        (
+            robust and secure,
+            f"federation.aggregator: {kind} compares single updates, and privacy.aggregation: {mode} lets the server see only "
+            "their sum. Choose one of the two",
+        ),
+        (
+            own and secure,
+            f"mask.scope: client does not go with privacy.aggregation: {mode}: a weight that one client alone trains would be "
+            "given away by the sum. Use scope: shared or public",
+        ),
+        (
+            tiers and mode == "zero_sum",
+            "federation.devices: with zero_sum all clients send the same weights, but some have a density below 1",
+        ),
+        (
+            mode == "secagg" and tiers and largest < privacy.threshold,
+            f"federation.devices: {100 * largest:g} % of the clients train all of the mask, fewer than privacy.threshold asks for "
+            f"({100 * privacy.threshold:g} %): a sum of the others' part would tell too much of each. Give more devices the "
+            "largest density",
+        ),
+        (
+            secure and message.up != "fp32",
+            f"message.up: {message.up} does not go with privacy.aggregation: {mode}, whose values travel "
+            f"{'in fixed point of privacy.bits' if mode == 'secagg' else 'in fp32, so that pads cancel'}: drop it",
+        ),
+        (
+            secure and (message.top_k is not None or message.error_feedback),
+            f"message.{'top_k' if message.top_k is not None else 'error_feedback'} does not go with privacy.aggregation: "
+            f"{mode}: every client sends all values of the mask, and their rounding is part of the sum",
+        ),
+        (
+            scaffold and (secure or robust or dp is not None),
+            "federation.correction: scaffold sends a second vector for each client, its control variate, which "
+            f"{'privacy.dp does not account for' if dp else f'{kind} does not protect' if robust else f'{mode} does not hide'}. "
+            "Use fedprox, or drop it",
+        ),
+        (
+            mode == "zero_sum" and lossy,
+            "federation.failures: zero_sum loses every round in which a client does not answer, since its pad is missing from the "
+            "sum. privacy.aggregation: secagg survives dropouts",
+        ),
+        (
+            robust and (own or tiers),
+            f"federation.aggregator: {kind} compares whole updates, but clients train different weights "
+            f"({'mask.scope: client' if own else 'federation.devices with a density below 1'}). Use one mask for all, or mean",
+        ),
+    ]
+    if dp is not None:
+        conflicts += [
+            (
+                secure,
+                f"privacy.dp does not go with aggregation: {mode}. A secure sum gives nothing below its threshold, so that one "
+                "client more could bring others' updates in with it, and the noise would not cover that. Drop one of the two",
+            ),
+            (
+                robust,
+                f"privacy.dp knows what one client can do to a sum, not to federation.aggregator: {kind}. Use mean",
+            ),
+            (
+                own,
+                "privacy.dp does not go with mask.scope: client: the masks themselves tell of their clients. Use public, or shared "
+                "with privacy.dp.scores",
+            ),
+            (
+                federation.weighting != "uniform",
+                "privacy.dp counts every client once: set federation.weighting: uniform",
+            ),
+            (
+                federation.sampling == "shuffled",
+                "privacy.dp draws every client on its own in each round, which federation.sampling: shuffled does not: drop it",
+            ),
+            (
+                federation.minimum_replies > 1,
+                "privacy.dp gives out noise in every round, whoever answers: drop federation.minimum_replies",
+            ),
+            (
+                federation.blend,
+                "federation.blend sends sums of all clients' scores, which privacy.dp does not account for",
+            ),
+            (
+                federation.client_validation > 0,
+                "federation.client_validation is measured on clients, which privacy.dp does not account for: use data.val_fraction",
+            ),
+            (
+                any(sieve.scope == "shared" for sieve in scored) and dp.scores is None,
+                "mask.scope: shared gives out sums of clients' scores. Account for them with privacy.dp.scores: {clip_norm: ..., "
+                "noise_multiplier: ...}, let the server score its own images (scope: public), or use a rule of magnitude",
+            ),
+            (
+                any(sieve.scope == "public" for sieve in scored) and not held,
+                "mask.scope: public would score training images, since data.val_fraction is 0, and these are the clients' under "
+                "privacy.dp. Hold some out",
+            ),
+            (
+                dp.scores is not None and not any(sieve.scope == "shared" for sieve in scored),
+                "privacy.dp.scores is given, but no mask is made from clients' scores: drop it",
+            ),
+            (
+                ridge and dp.statistics is None,
+                "method: ridge gives out sums of clients' features. Account for them with privacy.dp.statistics: {clip_norm: ..., "
+                "noise_multiplier: ...}, or train the head in rounds",
+            ),
+            (
+                not ridge and dp.statistics is not None,
+                "privacy.dp.statistics is given, but no stage is solved by ridge",
+            ),
+            (
+                ridge
+                and not held
+                and any(s.ridge.temperature is None for s in experiment.stages if s.method == "ridge"),
+                "method: ridge fits its temperature on clients where data.val_fraction is 0, which privacy.dp does not account "
+                "for: give ridge.temperature, or hold images out",
+            ),
+        ]
+    attack = federation.attack
+    refreshed = any(sieve.refresh for sieve in sieves)
+    conflicts.append(
+        (
+            attack is not None and attack.kind == "stale_replay" and (refreshed or own),
+            "federation.attack: stale_replay sends an old update, which goes with one mask for the whole stage",
+        )
+    )
+    return conflicts
 
 
 def _completed(stage: Any, top: Mapping[str, Any]) -> Any:
@@ -592,7 +938,7 @@ def _completed(stage: Any, top: Mapping[str, Any]) -> Any:
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
     """YAML with the two surprises taken out: 1e-3 is a number, and only true and false are booleans."""
 
 
@@ -632,7 +978,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise FedsieveError(f"{where}: not valid YAML: {error}") from None
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper):  # type: ignore[misc]
     """Quotes what the loader would not read as a text."""
 
 
@@ -685,9 +1031,13 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """The experiment in the YAML file `path`, with `key=value` overrides applied."""
-    path = Path(path)
+    return parse_config(read_config(Path(path)), overrides, where=str(path))
+
+
+def read_config(path: Path) -> str:
+    """The text of an experiment's YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FedsieveError(
             f"{path}: no such file. `fedsieve demo --show` prints an experiment to start from"
@@ -698,12 +1048,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
         raise FedsieveError(f"{path}: not a text file; an experiment is a YAML file") from None
     except OSError as error:
         raise FedsieveError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_config(text, overrides, where=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
     """The experiment in a YAML text; `where` names it in error messages."""
-    tree = parse_yaml(text, where)
+    return make_experiment(parse_yaml(text, where), overrides, where)
+
+
+def make_experiment(tree: Any, overrides: Sequence[str] = (), where: str = "config") -> Experiment:
+    """The experiment in a tree of mappings and lists, as YAML holds it."""
     if tree is None:
         tree = {}
     if not isinstance(tree, Mapping):
@@ -724,6 +1077,8 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overri
     lines = []
     for problem in error.errors():
         keys, model = _locate(problem["loc"])
+        if _is_inherited(keys, tree):
+            continue
         key = ".".join(_named(keys, tree))
         paths = (key, ".".join(map(str, keys)))
         given = any(f"{path}.".startswith(f"{override}.") for path in paths for override in overridden)
@@ -731,6 +1086,13 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overri
         text = _sentence(problem, keys, model)
         lines.append(f"{place}: {key}: {text}" if key else f"{place}: {text}")
     return lines
+
+
+def _is_inherited(keys: list[int | str], tree: Mapping[str, Any]) -> bool:
+    """Whether a problem in a stage's mask comes from the mask at the top, where it is told already."""
+    if len(keys) < 4 or keys[0] != "stages" or keys[2] != "mask" or not isinstance(tree.get("mask"), Mapping):
+        return False
+    return keys[3] not in tree["stages"][keys[1]]["mask"] and keys[3] in tree["mask"]
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[list[int | str], type[BaseModel]]:

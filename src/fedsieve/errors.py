@@ -1,4 +1,4 @@
-"""The one exception that reaches a user as a sentence instead of a traceback."""
+"""The exceptions that reach a user as a sentence instead of a traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -14,6 +14,13 @@ class FedsieveError(Exception):
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class Diverged(FedsieveError):
+    """Training that left the finite numbers: the settings' doing, and the same every time."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 1)
 
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:

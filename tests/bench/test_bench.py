@@ -1,19 +1,209 @@
+"""Every benchmark in miniature, as a user calls it: that it works and is right. Times are never asserted."""
+
+import json
+import sys
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.end_to_end.test_command_line import fedsieve
 
-from fedsieve.bench.registry import BENCHMARKS
-from fedsieve.bench.result import alternate
+from fedsieve.bench.commands import app
+from fedsieve.bench.frontier import frontier, read_points
+from fedsieve.bench.limits import promise, training_flops
+from fedsieve.bench.memory import host_bytes, search
+from fedsieve.bench.peers import missing
+from fedsieve.bench.result import alternate, shown
+from fedsieve.bench.rounds import SMALL, Case, PlainClient, flower_client, pfl_case
+from fedsieve.bench.wire import make_ways
+from fedsieve.config import Model
+from fedsieve.model.space import ParamSpace
+
+CPU = torch.device("cpu")
+NAMES = [command.name or command.callback.__name__ for command in app.registered_commands]
+CASE = Case("vit_tiny_patch16_224", SMALL, 16, cohort=2, images=6, epochs=2)
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_runs_in_miniature_and_fills_its_table(name):
-    """Only that it works: times are never asserted."""
-    result = BENCHMARKS[name][1](torch.device("cpu"), True)
-    assert result.rows
-    assert all(len(row) == len(result.columns) for row in result.rows)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("list", "frontier")])
+def test_every_benchmark_runs_in_miniature_and_writes_its_table(name, tmp_path, capsys):
+    file = tmp_path / "result.json"
+    assert fedsieve("bench", name, "--smoke", "--device", "cpu", "--out", file) == 0
+    written = json.loads(file.read_text())
+    assert written["benchmark"] == name
+    assert written["rows"] and all(len(row) == len(written["columns"]) for row in written["rows"])
+    assert written["limit"] and written["note"] and written["environment"]["torch"]
+    printed = capsys.readouterr().out
+    assert all(column.split()[0] in printed for column in written["columns"])
+    assert all(f"{word}:" in printed for word in ("limits", "hardware", "versions"))
+
+
+def test_the_list_names_every_benchmark(capsys):
+    assert fedsieve("bench", "list") == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert listed == set(NAMES) - {"list"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("round", "--pixels", "64,x"),
+        ("round", "--cohorts", "0"),
+        ("round", "--ways", "plian"),
+        ("round", "--ways", "stacked"),  # nothing to compare with
+        ("memory", "--network", "huge"),
+        ("memory", "--sparsities", "-1"),
+        ("start", "data.sise=3"),
+        ("frontier", "--methods", "sparse"),
+        ("wire", "--device", "tpu"),
+        ("wire", "--out", "."),
+    ],
+)
+def test_a_wrong_setting_is_answered_before_anything_is_measured(words, capsys):
+    assert fedsieve("bench", *words, "--smoke") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# --- how times are taken ---------------------------------------------------------------------------------------------
 
 
 def test_calls_take_turns():
     seen = []
-    alternate({name: (lambda name=name: seen.append(name)) for name in "ab"}, torch.device("cpu"), repeats=2)
+    alternate({name: (lambda name=name: seen.append(name)) for name in "ab"}, CPU, repeats=2)
     assert seen == ["a", "b"] * 3
+
+
+def test_no_further_turn_begins_when_time_is_up_but_everyone_had_one():
+    seen = []
+    alternate({name: (lambda name=name: seen.append(name)) for name in "ab"}, CPU, repeats=9, seconds=0, warm=True)
+    assert seen == ["a", "b"]
+
+
+def test_numbers_are_written_with_three_digits_and_thousands_apart():
+    cells = (None, "as it is", 1234567, 1234.5, 12.34, 1.234, 0.01234)
+    assert [shown(cell) for cell in cells] == ["-", "as it is", "1,234,567", "1,234", "12.3", "1.23", "0.012"]
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pixels", "width", "depth"), [(16, 48, 4), (32, 64, 2)])
+def test_flops_are_those_of_a_vision_transformer_counted_by_hand(pixels, width, depth):
+    options = {"patch_size": 4, "embed_dim": width, "depth": depth, "num_heads": 4}
+    patches, classes = (pixels // 4) ** 2, 100
+    tokens = patches + 1
+    products = depth * (12 * tokens * width**2 + 2 * tokens**2 * width)  # qkv, proj and mlp; scores and their use
+    embedding, head = patches * 48 * width, width * classes
+    # Backward costs twice a product; images need no gradient, and neither does the frozen head's weight.
+    expected = 2 * (3 * products + 2 * embedding + 2 * head)
+    model = Model(backbone="vit_tiny_patch16_224", weights="none", options=options)
+    assert training_flops(model, pixels, "backbone", classes) == expected
+
+
+def test_a_gpu_that_is_not_in_the_table_has_no_data_sheet():
+    assert promise("NVIDIA H200").product > promise("NVIDIA H100 PCIe").product
+    assert promise("NVIDIA GeForce GTX 1080") is None and promise("NVIDIA GH200 480GB") is None
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 50), st.integers(1, 50))
+def test_the_search_finds_the_largest_that_fits(limit, most):
+    asked = []
+
+    def fits(number):
+        asked.append(number)
+        return number <= limit
+
+    assert search(fits, most) == min(limit, most)
+    assert max(asked) <= max(most, 1) and len(asked) <= 14
+
+
+def test_memory_that_a_call_takes_and_keeps_is_seen():
+    kept = []
+    found = host_bytes(lambda: kept.append(torch.ones(2**24)))  # 64 MiB
+    if found is None:
+        pytest.skip("this system does not tell what a process takes")
+    peak, left = found
+    assert peak > 2**25 and left > 2**25
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_no_message_is_smaller_than_its_limit():
+    """`bench wire` itself refuses messages that do not come back; this is about the limits it states."""
+    space = ParamSpace(("a", "b"), ((300, 20), (2000,)))
+    ways = make_ways(space, CPU)
+    assert len(ways) >= 15
+    for name, way in ways.items():
+        if "zstd" not in name:  # whose values are not taken as incompressible
+            assert len(way.write()) >= way.limit, name
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def weights(model):
+    return ParamSpace.of(model).read(model)
+
+
+def dense(client):
+    """The same client without a mask, as other frameworks train."""
+    client.mask = {name: torch.ones_like(mask) for name, mask in client.mask.items()}
+    return client
+
+
+def test_the_plain_loop_moves_only_masked_weights():
+    client = PlainClient(CASE, CPU, "plain")
+    before = {name: parameter.detach().clone() for name, parameter in client.trained.items()}
+    client.train(0)
+    moved = {name: parameter != before[name] for name, parameter in client.trained.items()}
+    assert any(where.any() for where in moved.values())
+    assert all(client.mask[name][where].all() for name, where in moved.items())
+
+
+def test_what_a_flower_client_does_is_what_the_plain_loop_does():
+    plain = dense(PlainClient(CASE, CPU, "plain"))
+    start = [parameter.detach().numpy().copy() for parameter in plain.trained.values()]
+    found, n = flower_client(CASE, "cpu", start, 1)
+    assert n == plain.train(1) == CASE.images
+    for mine, parameter in zip(found, plain.trained.values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), parameter.detach())
+
+
+@pytest.mark.skipif(missing("pfl") is not None, reason="pfl is not installed")
+def test_a_round_of_pfl_is_a_round_of_the_plain_loop():
+    plain, model = dense(PlainClient(CASE, CPU, "plain")), CASE.network(CPU)
+    plain.round()
+    pfl_case(CASE, CPU, model)()
+    torch.testing.assert_close(weights(model), weights(plain.model), atol=1e-6, rtol=1e-5)
+
+
+def test_a_peer_that_cannot_be_imported_is_named_with_the_way_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'flwr[simulation]'" in missing("flower")
+
+
+# --- frontier --------------------------------------------------------------------------------------------------------
+
+
+def test_a_frontier_counts_all_that_was_sent_and_is_taken_up_where_it_was(tmp_path, capsys):
+    file, folder = tmp_path / "result.json", tmp_path / "frontier"
+    assert fedsieve("bench", "frontier", "--smoke", "--device", "cpu", "--folder", folder, "--out", file) == 0
+    written = json.loads(file.read_text())
+    runs = sorted(folder.glob("runs/*"))
+    assert len(runs) == len(written["rows"]) == 5
+    for place in runs:
+        summary = json.loads((place / "summary.json").read_text())
+        points = read_points(place / "metrics.jsonl")
+        assert points[-1][1] == summary["bytes_up"] + summary["bytes_down"]
+        assert points[-1][0] == summary["rounds"] == 5
+        assert max(point[3] for point in points[1:]) == summary["val_accuracy"]
+    assert "<svg" in (folder / "frontier.svg").read_text()
+    assert len((folder / "frontier.csv").read_text().splitlines()) == 1 + 5 * 3  # the head, and every second round
+    changed = {place: (place / "summary.json").stat().st_mtime_ns for place in runs}
+    again = frontier(CPU, True, folder)
+    assert [row[:7] for row in again.rows] == [tuple(row[:7]) for row in written["rows"]]
+    assert changed == {place: (place / "summary.json").stat().st_mtime_ns for place in runs}

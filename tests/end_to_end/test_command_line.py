@@ -14,7 +14,7 @@ from tests.conftest import TINY
 
 from fedsieve.cli import main
 from fedsieve.config import LayerKind, parse_config
-from fedsieve.runner.listing import KINDS
+from fedsieve.runner.listing import KINDS, LISTINGS
 
 
 @pytest.fixture
@@ -228,14 +228,17 @@ def test_list_shows_what_a_config_may_say(capsys):
     for kind in kinds:
         assert fedsieve("list", kind, *(["vit_small*dino"] if kind == "models" else [])) == 0
         assert capsys.readouterr().out.strip()
-    assert {"kinds", "rules"} <= set(kinds)
+    federation = {"partitions", "scopes", "formats", "servers", "corrections", "weighting", "executors", "personal"}
+    assert {"kinds", "rules"} | federation <= set(kinds)
+    for kind in federation:
+        assert all(text for _, text in LISTINGS[kind][1](None))  # every word that the config takes is explained
     assert set(KINDS) == {"default", "all", *get_args(LayerKind)}
     assert fedsieve("list", "modles") == 2
     assert 'Did you mean "models"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "command", ["", "demo", "run", "resume", "evaluate", "export", "explore", "report", "list", "bench"]
+    "command", ["", "demo", "run", "resume", "evaluate", "export", "explore", "report", "sweep", "list", "bench"]
 )
 def test_help_is_everywhere(command, capsys):
     assert fedsieve(*command.split(), "--help") == 0

@@ -55,7 +55,7 @@ def work(environment, said, arguments, change):
     os.environ.update(environment)
     for number in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    experiment.write_report = no_page
+    experiment._write_page = no_page
     if change is not None:
         change(int(environment["RANK"]))
     main(arguments)
@@ -136,9 +136,7 @@ def outcome(folder):
 
 
 def alone(folder, *overrides):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "write_report", no_page)
-        run(parse_config(CONFIG, ["executor=sequential", *overrides]), folder)
+    run(parse_config(CONFIG, ["executor=sequential", *overrides]), folder, page=False)
     return outcome(folder)
 
 

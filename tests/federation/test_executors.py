@@ -47,7 +47,8 @@ def make_task(optimizer=None, correction="none", transform="crop_flip", double=T
     space = ParamSpace.of(model)
     theta = space.bind(model)
     optimizer = optimizer or Optimizer(lr=0.1, weight_decay=0.01)
-    return Task(model, space, theta, feed, optimizer, Correction(kind=correction, mu=0.3), nullcontext)
+    pull = {"mu": 0.3} if correction == "fedprox" else {}
+    return Task(model, space, theta, feed, optimizer, Correction(kind=correction, **pull), nullcontext)
 
 
 def make_works(task: Task, local: Local, batch: int = 4, round: int = 0):
@@ -208,3 +209,33 @@ def test_steps_take_batches_from_as_many_epochs_as_they_need():
     other = local_work(0, np.arange(7), Local(steps=2), 4, task.feed, 1, "stage", 1)
     assert (again.examples != other.examples).any()
     assert local_work(0, np.arange(7), Local(epochs=4), 4, task.feed, 1, "s", 0, share=0.25).steps == 2
+
+
+def test_checking_whether_a_network_stacks_compiles_nothing():
+    task = make_task(double=False)
+    support = torch.arange(task.space.offsets[8], task.space.size)  # blocks and what follows: no bare tokens
+    stack = Stack(task.model, task.space, support, clients=2)
+    assert not stack.raw
+
+    def compiled(inputs):
+        raise AssertionError("the check went through the compiled network")
+
+    stack.network = compiled
+    stack.check(task.feed.batch(np.arange(2))[0])
+
+
+@pytest.mark.parametrize(("kind", "clients"), [("sequential", 1), ("stacked", 2), ("stacked", 3)])
+def test_rows_are_made_for_as_many_clients_as_train_at_a_time(kind, clients):
+    """What differs between clients takes memory for those who train now, not for the cohort."""
+    task = make_task()
+    start, asked = task.theta.detach().clone(), []
+    rows = start + 0.01 * torch.from_numpy(np.random.default_rng(2).normal(size=(4, len(start))))
+    holds = torch.from_numpy(np.random.default_rng(1).random((4, len(start))) < 0.5)
+
+    def made(values):
+        return lambda members: (asked.append(len(members)), values[members.start : members.stop])[1]
+
+    works = make_works(task, Local(epochs=1))
+    whole = run(task, kind, None, Cohort(works, rows, holds), clients)
+    lazy = run(make_task(), kind, None, Cohort(works, made(rows), made(holds)), clients)
+    assert torch.equal(whole[0], lazy[0]) and max(asked) == clients and sum(asked) == 2 * 4

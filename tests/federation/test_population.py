@@ -35,6 +35,20 @@ def test_every_client_is_chosen_at_some_time_and_none_more_often_than_chance_all
     assert counts.sum() == 6000 and abs(counts - 200).max() < 5 * np.sqrt(200)
 
 
+@given(st.integers(1, 30), st.floats(0, 0.5), st.integers(0, 5))
+def test_shuffled_sampling_calls_every_client_once_before_any_twice(cohort, held_out, number):
+    people = population(cohort=cohort, sampling="shuffled", held_out=held_out)
+    rounds = people.trainers // people.cohort_size
+    called = np.concatenate([people.cohort("s", number * rounds + r) for r in range(rounds)])
+    assert len(set(called.tolist())) == len(called) > people.trainers - people.cohort_size
+    assert set(called.tolist()).isdisjoint(people.strangers.tolist())
+
+
+def test_whom_a_pass_leaves_over_changes():
+    people = population(cohort=20, sampling="shuffled")
+    assert set(np.concatenate([people.cohort("s", number) for number in range(9)]).tolist()) == set(range(30))
+
+
 def test_cohorts_differ_by_round_stage_and_seed():
     people, other = population(cohort=5), make_population(Federation(clients=30, cohort=5), LABELS, seed=2)
     drawn = {tuple(who.cohort(stage, number)) for who in (people, other) for stage in "ab" for number in range(5)}
@@ -82,3 +96,9 @@ def test_a_million_clients_take_memory_like_the_data():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
+
+
+def test_sizes_are_counted_once_so_that_rounds_do_not_cost_what_all_clients_do():
+    people = population(client_validation=0.2)
+    assert people.sizes is people.sizes
+    assert people.sizes.tolist() == [len(people.examples(client)) for client in range(len(people))]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsieve.config import Server
-from fedsieve.federation.server import carried, server_step
+from fedsieve.federation.server import after_new_mask, carried, server_step
 
 
 def reference(settings, deltas):
@@ -33,7 +33,7 @@ def reference(settings, deltas):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi", "adagrad"])
 def test_server_optimizers_equal_the_paper(optimizer):
-    settings = Server(optimizer=optimizer, lr=0.3, momentum=0.8, beta2=0.9, tau=0.01)
+    settings = Server(optimizer=optimizer, lr=0.3).model_copy(update={"momentum": 0.8, "beta2": 0.9, "tau": 0.01})
     deltas = np.random.default_rng(0).normal(size=(6, 4))
     theta, state = torch.zeros(4, dtype=torch.float64), {}
     for delta in deltas:
@@ -47,3 +47,21 @@ def test_what_was_learnt_of_a_weight_goes_with_it(old, new):
     values = 100.0 + places[0]
     found = carried(values, places[0], places[1], fill=-1.0)
     assert found.tolist() == [100.0 + place if place in old else -1.0 for place in sorted(new)]
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.sets(st.integers(0, 30), min_size=1))
+def test_momentum_goes_over_to_a_new_mask_as_far_as_asked(old, new):
+    places = [torch.tensor(sorted(part), dtype=torch.int64) for part in (old, new)]
+    state = {"first": 100.0 + places[0], "second": 200.0 + places[0]}
+    found = {
+        kind: after_new_mask(Server(optimizer="adam", momentum_correction=kind), dict(state), *places)
+        for kind in ("keep", "scale", "reset")
+    }
+    share, fill = len(old & new) / len(new), Server().tau ** 2
+    kept = torch.tensor([100.0 + place if place in old else 0.0 for place in sorted(new)])
+    torch.testing.assert_close(found["keep"]["first"], kept)
+    torch.testing.assert_close(found["scale"]["first"], share * kept)
+    for kind in ("keep", "scale"):
+        expected = [200.0 + place if place in old else fill for place in sorted(new)]
+        assert found[kind]["second"].tolist() == pytest.approx(expected)
+    assert found["reset"] == {}

@@ -138,9 +138,11 @@ def test_the_expected_ratio_is_the_one_that_is_found():
 
 
 def test_only_a_ratio_above_one_is_warned_about_with_what_would_help():
-    assert dp.warning(1.0) is None
-    said = dp.warning(4.0)
-    assert said and "4 times as many clients" in said and "1/16 of the density" in said and "fewer rounds" in said
+    said = dp.outlook("head", 1.0, 0.1, 100, 100)
+    assert "1 times as long" in said and "Warning" not in said
+    said = dp.outlook("head", 4.0, 0.1, 100, 100)
+    assert "Warning" in said and "4 times as many clients" in said and "6.2 % of the density" in said
+    assert "fewer rounds" in said
 
 
 def test_poisson_cohorts_have_their_rate_and_vary_in_size():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from Crypto.Protocol.SecretSharing import Shamir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
@@ -25,8 +26,10 @@ from fedsieve.privacy.secagg import (
     Server,
     _pair_pad,
     _self_pad,
+    bytes_of,
     check_threshold,
     secure_sum,
+    threshold_of,
 )
 from fedsieve.wire.bits import MessageError
 
@@ -36,6 +39,7 @@ REASONS = {
 }  # fmt: skip
 ADVERTISE, SHARE, PAD, REVEAL = range(4)
 SEED, KEY = 16, 32
+VALUES = OVERHEAD + 16  # where the values begin in a message of phase 2
 
 
 def inputs_of(clients, bits=16, count=20, seed=0) -> dict[int, np.ndarray]:
@@ -136,6 +140,37 @@ def test_every_dropout_pattern_of_four_clients_gives_the_sum_or_an_abort():
             assert (total == np.sum([inputs[client] for client in survivors], axis=0, dtype=np.uint16)).all()
 
 
+def test_every_sum_is_exact_where_three_of_ten_are_lost_at_any_phase_in_every_round():
+    rng, inputs = np.random.default_rng(0), inputs_of(range(10), 16, 5)
+    for number in range(50):
+        drops = dict(zip(rng.choice(10, 3, replace=False).tolist(), rng.integers(0, 4, 3).tolist(), strict=True))
+        survivors, total, _ = secure_sum(inputs, 7, drops, number)
+        assert survivors == [client for client in range(10) if drops.get(client, 4) > PAD]
+        assert (total == np.sum([inputs[client] for client in survivors], axis=0, dtype=np.uint16)).all()
+
+
+def test_whose_answer_is_refused_is_out_and_the_traffic_says_why():
+    inputs = inputs_of(range(7))
+
+    def deliver(client: int, phase: int, answer: bytes) -> bytes:
+        if (client, phase) == (0, PAD):
+            raise MessageError("late", "after the deadline")
+        return answer[:-1] if (client, phase) in ((1, SHARE), (2, REVEAL)) else answer
+
+    survivors, total, traffic = secure_sum(inputs, 4, deliver=deliver)
+    assert survivors == [2, 3, 4, 5, 6]
+    assert (total == np.sum([inputs[client] for client in survivors], axis=0, dtype=np.uint16)).all()
+    refused = {(sent.client, sent.phase): sent.status for sent in traffic if sent.status != "ok"}
+    assert refused == {(0, "pad"): "late", (1, "share"): "truncated", (2, "reveal"): "truncated"}
+
+
+@given(st.integers(3, 400), st.integers(51, 100))
+def test_a_share_is_always_a_threshold(clients, percent):
+    threshold = threshold_of(percent / 100, clients)
+    check_threshold(threshold, clients)
+    assert percent * clients <= 100 * threshold < percent * clients + 200
+
+
 def test_long_vectors_wrap_and_pads_cancel_across_chunks():
     inputs = {client: np.full(300_001, 2**16 - 1, np.uint16) for client in range(3)}
     survivors, total, _ = secure_sum(inputs, 2, {1: PAD})
@@ -147,14 +182,32 @@ def test_the_traffic_is_every_message():
     play.until(4, {0: SHARE, 1: PAD})
     result = secure_sum(play.inputs, 4, {0: SHARE, 1: PAD})
     expected = [
-        (client, way, PHASES[phase], len(message))
+        (client, way, PHASES[phase], len(message), "ok")
         for phase in range(4)
         for way, sent in (("down", play.down), ("up", play.up))
         for client, message in sent[phase].items()
     ]
     assert sorted(result.traffic) == sorted(expected)
     values = next(sent.size for sent in result.traffic if sent[1:3] == ("up", "pad"))
-    assert values == OVERHEAD + 40
+    assert values == VALUES + 40
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+@pytest.mark.parametrize("clients, drops", [(10, {}), (10, {1: SHARE, 4: PAD, 7: REVEAL}), (30, {5: PAD})])
+def test_an_upload_is_its_values_and_a_few_keys_for_each_peer(bits, clients, drops):
+    count = 4000
+    result = secure_sum(inputs_of(range(clients), bits, count), 7 * clients // 10, drops)
+    for client in range(clients):
+        up = sum(sent.size for sent in result.traffic if sent[:2] == (client, "up"))
+        assert up <= count * bits // 8 + 4 * OVERHEAD + 120 * clients
+
+
+@given(st.integers(3, 8), st.integers(0, 50), st.sampled_from([16, 32, 64]))
+@settings(max_examples=10)
+def test_what_a_sum_costs_is_known_before(clients, count, bits):
+    traffic = secure_sum(inputs_of(range(clients), bits, count), clients).traffic
+    sent = {way: sum(one.size for one in traffic if one[:2] == (0, way)) for way in ("up", "down")}
+    assert (sent["up"], sent["down"]) == bytes_of(clients, count * bits // 8)
 
 
 def test_clients_can_be_stored_between_messages():
@@ -203,7 +256,7 @@ def test_one_clients_padded_values_are_uniform_and_unlike_anyone_elses(bits):
     play = Play(threshold=3, inputs=inputs)
     play.until(PAD)
     play.answer()
-    bodies = [np.frombuffer(message[OVERHEAD:], inputs[0].dtype) for message in play.up[PAD].values()]
+    bodies = [np.frombuffer(message[VALUES:], inputs[0].dtype) for message in play.up[PAD].values()]
     assert all(uniform(body.tobytes()) for body in bodies)
     for first, second in combinations(bodies, 2):  # equal values: sums and differences are those of the pads
         assert uniform((first - second).tobytes()) and uniform((first + second).tobytes())
@@ -227,7 +280,7 @@ def what_is_left_of_pads() -> tuple[np.ndarray, np.ndarray]:
         pad = _pair_pad(key, play.server.keys[other][KEY:], play.server.binding, owner, peer)
         add_pad(values, pad, -1 if owner < peer else 1)
 
-    survivor = np.frombuffer(play.up[PAD][0][OVERHEAD:], np.uint16).copy()
+    survivor = np.frombuffer(play.up[PAD][0][VALUES:], np.uint16).copy()
     add_pad(survivor, _self_pad(told[0, "seed"], play.server.binding, 0), -1)
     for peer in (3, 4):
         take_off(survivor, 0, peer, told[peer, "key"], of=peer)
@@ -236,7 +289,7 @@ def what_is_left_of_pads() -> tuple[np.ndarray, np.ndarray]:
         take_off(survivor, 0, peer, key, of=0)
     assert (survivor == 0).all()
 
-    latecomer = np.frombuffer(late[OVERHEAD:], np.uint16).copy()
+    latecomer = np.frombuffer(late[VALUES:], np.uint16).copy()
     for peer in (0, 1, 2, 4):
         take_off(latecomer, 3, peer, told[3, "key"], of=3)
     hidden_late = latecomer.copy()
@@ -260,7 +313,7 @@ def test_the_same_inputs_give_other_bytes_and_the_same_sum():
     for phase in range(4):
         assert all(first.up[phase][client] != second.up[phase][client] for client in first.clients)
     for client in first.clients:
-        pads = [np.frombuffer(play.up[PAD][client][OVERHEAD:], np.uint16) for play in plays]
+        pads = [np.frombuffer(play.up[PAD][client][VALUES:], np.uint16) for play in plays]
         assert (pads[0] != pads[1]).mean() > 0.5
 
 
@@ -330,6 +383,17 @@ def test_any_threshold_of_shares_gives_the_secret_and_fewer_do_not(length, thres
         assert combine(dict(some)) == secret
     for some in combinations(shares.items(), threshold - 1):
         assert combine(dict(some)) != secret
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.binary(min_size=16, max_size=16), st.integers(2, 12))
+def test_shares_are_those_of_pycryptodome(data, secret, count):
+    threshold = data.draw(st.integers(2, count))
+    chosen = data.draw(st.permutations(range(1, count + 1)))[:threshold]
+    ours = split(secret, threshold, count)
+    assert Shamir.combine([(index, ours[index - 1]) for index in chosen], False) == secret
+    theirs = dict(Shamir.split(threshold, count, secret, False))
+    assert combine({index: theirs[index] for index in chosen}) == secret
 
 
 # --- hostile servers -------------------------------------------------------------------------------------------------
@@ -435,6 +499,15 @@ def test_clients_that_were_shown_different_lists_do_not_understand_each_other():
     for client, sent in play.ask().items():
         with refused("participants" if client == 2 else "share"):
             play.clients[client].reply(sent)
+
+
+def test_values_that_were_padded_for_others_than_those_who_take_part_are_refused():
+    play = Play()
+    message = play.until(PAD)[2]
+    size = (len(message) - OVERHEAD) // 4
+    answer = play.clients[2].reply(reseal(message, message[OVERHEAD:-size]))  # on the way one peer's share was lost
+    with refused("participants"):
+        play.server.receive(2, answer)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
+import json
 import re
+import shutil
 
+import numpy as np
 import pytest
 
 from fedsieve.errors import FedsieveError
-from fedsieve.report.comparison import write_comparison
+from fedsieve.report.comparison import compare, difference, settings_that_differ, write_comparison
 from fedsieve.report.folder import read_run
 from fedsieve.report.html import percent, size
+from fedsieve.report.intervals import matched, paired, unpaired
 from fedsieve.report.traffic import of_dense, read_traffic
 
 
@@ -20,7 +24,7 @@ def test_seeds_are_grouped_and_what_has_no_result_is_named(make_run, tmp_path):
     assert page == tmp_path / "out" / "comparison.html"
     text = page.read_text(encoding="utf-8")
 
-    results = text[text.index("<h2>Results") : text.index("<h2>What differs")]
+    results = text[text.index("<h2>Results") : text.index("<h2>Differences")]
     assert results.index("better") < results.index("fixture")  # best first
     assert "73.00" in results and "± 3.61" in results  # mean and sample deviation of 70, 72, 77
     assert results.count("±") == 2 + 1  # the sentence, and accuracies of the one group with several seeds
@@ -32,7 +36,7 @@ def test_seeds_are_grouped_and_what_has_no_result_is_named(make_run, tmp_path):
     assert "left out: same config and seed as" in left_out
     assert "not a run folder" in left_out
 
-    differs = text[text.index("<h2>What differs") : text.index("<h2>Validation")]
+    differs = text[text.index("<h2>What differs") : text.index("<h2>Every run")]
     keys = re.findall(r'class="key">([a-z_.]+)<', differs)
     assert keys == ["data.val_fraction", "stages.head.optimizer.lr"]
     assert "Without validation data: better" in text
@@ -63,10 +67,114 @@ def test_federated_runs_show_rounds_bytes_and_clients(make_run, make_federated, 
     ]
     assert cells[5] == percent(of_dense(read_traffic(read_run(federated))))
     assert cells[6:] == ["50.00", "", "31.25", ""]
-    assert "One line for every run, by epoch or round." in text
-    assert text.count('role="img"') == 3, "accuracy also by bytes"
+    assert "One line for every run." in text and "epoch or round" in text
+    assert text.count('role="img"') == 4, "accuracy also by bytes and by seconds"
 
 
 def test_central_runs_say_nothing_of_a_federation(make_run, tmp_path):
     text = write_comparison([make_run("run")], tmp_path).read_text()
-    assert "<h2>Federation" not in text and "by epoch." in text and text.count('role="img"') == 2
+    assert "<h2>Federation" not in text and "<h2>Differences" not in text and text.count('role="img"') == 3
+
+
+def groups_of(make_run, *parts, **options):
+    """One group for each mapping of seeds to accuracies, best first."""
+    folders = [
+        make_run(f"{number}-{seed}", seed=seed, accuracy=accuracy, experiment=f"e{number}", lr=0.1 + number, **options)
+        for number, part in enumerate(parts)
+        for seed, accuracy in part.items()
+    ]
+    return compare(folders)
+
+
+def test_seeds_are_compared_in_pairs_where_two_or_more_are_shared(make_run):
+    found = groups_of(make_run, {0: 0.8, 1: 0.9, 2: 0.7, 5: 0.75}, {2: 0.6, 1: 0.85, 0: 0.72, 7: 0.1})
+    (row,) = found.behind
+    assert row.interval == paired([0.72, 0.85, 0.6], [0.8, 0.9, 0.7]) and row.over == "3 seeds, in pairs"
+    assert row.value == pytest.approx(np.mean([0.72, 0.85, 0.6]) - 0.8), "of the shared seeds alone"
+    assert row.clear == (row.interval[1] < 0)
+
+
+def test_seeds_that_are_not_shared_are_compared_apart(make_run):
+    found = groups_of(make_run, {0: 0.8, 1: 0.9}, {1: 0.6, 3: 0.5, 4: 0.55})
+    (row,) = found.behind
+    assert row.interval == unpaired([0.6, 0.5, 0.55], [0.8, 0.9]) and row.over == "3 and 2 seeds, apart"
+    assert row.value == pytest.approx(0.55 - 0.85)
+
+
+def test_one_seed_is_compared_over_test_images_if_they_are_the_same(make_run, tmp_path):
+    better, worse = make_run("better", accuracy=0.8, experiment="a"), make_run("worse", accuracy=0.7, lr=1.0)
+    labels = np.arange(20) % 3
+
+    def answer(folder, wrong, labels=labels):
+        with np.load(folder / "predictions.npz") as file:
+            content = dict(file)
+        predicted = np.where(np.isin(np.arange(20), wrong), (labels + 1) % 3, labels)
+        np.savez(folder / "predictions.npz", **(content | {"labels": labels, "predicted": predicted}))
+
+    answer(better, [0, 1, 2, 3])
+    answer(worse, [0, 1, 10, 11, 12, 13])
+    (row,) = compare([better, worse]).behind
+    assert row.interval == matched(2, 4, 20) and row.value == pytest.approx(-0.1)
+    assert row.over == "20 test images, seed 0"
+    page = write_comparison([better, worse], tmp_path / "page.html").read_text()
+    assert "-10.00" in page and "not told apart" in page and 'aria-label="differences"' in page
+
+    answer(worse, [0], labels=labels[::-1])
+    (row,) = compare([better, worse]).behind
+    assert row.interval is None and row.over == "one seed: no interval"
+    page = write_comparison([better, worse], tmp_path / "page.html").read_text()
+    assert "One seed supports no interval" in page and 'aria-label="differences"' not in page
+
+
+def test_every_difference_turns_round_with_its_sides(make_run):
+    one, two = groups_of(make_run, {0: 0.8, 1: 0.9, 2: 0.7}, {0: 0.7, 1: 0.85, 2: 0.72}).groups
+    there, back = difference(one, two, "test_accuracy"), difference(two, one, "test_accuracy")
+    assert (there.value, *there.interval) == pytest.approx((-back.value, -back.interval[1], -back.interval[0]))
+
+
+def test_runs_with_a_closed_test_set_are_compared_by_validation(make_run, tmp_path):
+    folders = [make_run(f"{seed}-{lr}", seed=seed, lr=lr, experiment=f"e{lr}") for lr in (0.1, 0.2) for seed in (0, 1)]
+    tested = make_run("tested", lr=0.3, experiment="tested")
+    for number, folder in enumerate(folders):
+        config = folder / "config.yaml"
+        config.write_text(config.read_text().replace("test: true", "test: false"))
+        summary = json.loads((folder / "summary.json").read_text())
+        summary |= {"test_accuracy": None, "val_accuracy": 0.5 + 0.1 * number}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    found = compare(folders)
+    assert found.measure == "validation" and [group.label for group in found.groups] == ["e0.2", "e0.1"]
+    assert found.behind[0].value == pytest.approx(-0.2)
+    assert "By validation accuracy" in write_comparison(found, tmp_path / "page.html").read_text()
+    mixed = compare([*folders, tested])
+    assert mixed.measure == "test_accuracy" and mixed.groups[0].label == "tested" and mixed.behind == []
+
+
+def test_a_folder_of_runs_stands_for_them(make_run, tmp_path):
+    runs = tmp_path / "sweep" / "trials"
+    runs.mkdir(parents=True)
+    for number in range(2):
+        shutil.move(make_run(f"r{number}", lr=0.1 + number, experiment=f"e{number}"), runs / f"{number}")
+    assert [group.label for group in compare([tmp_path / "sweep"]).groups] == ["e0", "e1"]
+    assert [group.label for group in compare([runs]).groups] == ["e0", "e1"]
+
+
+def test_devices_are_no_difference(make_run):
+    one, two = make_run("one", seed=0), make_run("two", seed=1)
+    (two / "config.yaml").write_text((two / "config.yaml").read_text().replace("device: auto", "device: cpu"))
+    assert [group.size for group in compare([one, two]).groups] == [2]
+
+
+def test_a_seed_that_stopped_early_shortens_the_mean_and_not_the_page(make_run, tmp_path):
+    one, two = make_run("one", seed=0), make_run("two", seed=1)
+    lines = (two / "metrics.jsonl").read_text().splitlines()
+    (two / "metrics.jsonl").write_text("\n".join(lines[:3]))
+    assert "each seed behind in a thin line" in write_comparison([one, two], tmp_path / "page.html").read_text()
+
+
+def test_of_a_section_that_only_some_have_the_chosen_settings_are_shown(make_run, make_federated):
+    shown = settings_that_differ(compare([make_run("central"), make_federated("federated")]).groups)
+    assert {key for key in shown if key.startswith("federation")} == {
+        "federation.clients", "federation.cohort", "federation.held_out",
+    }  # fmt: skip
+    assert shown["federation.cohort"] == ["–", "3"] or shown["federation.cohort"] == ["3", "–"]
+    assert "stages.backbone.sparse" in shown and "stages.head.batch_size" not in shown

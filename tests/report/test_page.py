@@ -7,6 +7,7 @@ import pytest
 
 from fedsieve.errors import FedsieveError
 from fedsieve.report.folder import read_run
+from fedsieve.report.intervals import Z
 from fedsieve.report.page import _interval, write_report
 
 
@@ -119,9 +120,9 @@ def test_a_hundred_classes_show_the_best_and_the_worst(make_run):
 def test_the_interval_is_wilsons(make_run):
     run = read_run(make_run("run"))
     low, high = _interval(run)
-    # Its ends p solve |p - 0.75| = 1.96 sqrt(p (1 - p) / n).
+    # Its ends p solve |p - 0.75| = z sqrt(p (1 - p) / n).
     for end in (low, high):
-        assert abs(end - 0.75) == pytest.approx(1.96 * (end * (1 - end) / 20) ** 0.5)
+        assert abs(end - 0.75) == pytest.approx(Z * (end * (1 - end) / 20) ** 0.5)
 
 
 def test_a_page_that_cannot_be_written_is_an_error_with_its_path(make_run):

@@ -1,10 +1,12 @@
 import re
+import sys
 
 import pytest
 
 from fedsieve import run
 from fedsieve.cli import _show_summary
 from fedsieve.config import parse_config
+from fedsieve.errors import FedsieveError
 from fedsieve.report.folder import read_run
 from fedsieve.report.html import size
 from fedsieve.report.traffic import of_dense, read_traffic
@@ -100,6 +102,11 @@ def test_the_summary_of_a_federated_run_is_in_rounds_and_bytes(finished, capsys)
     [
         ["federation.client_validation=0.2"],
         ["federation.blend=true"],
+        [
+            "privacy.aggregation=secagg",
+            "message={up: fp32}",
+            "federation={clients: 8, cohort: 4, client_validation: 0.2}",
+        ],
         ["federation.correction.kind=scaffold"],
         ["data.val_fraction=0", "mask.fisher.samples=16"],
         [
@@ -131,3 +138,34 @@ def test_what_stands_in_for_the_backbone_is_beside_the_backbone(tmp_path):
     assert traffic.dense == 4 * stage["dense"]
     told = float(re.search(r"([\d.]+) % of dense", planned(*overrides)["", "bytes in all"])[1])
     assert told == pytest.approx(100 * of_dense(read_traffic(read_run(tmp_path / "run"))), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["federation.minimum_replies=4"],
+        ["federation.partition.nc=11"],
+        ["federation.clients=3000"],
+        ["federation.held_out=0.99"],
+        ["data.val_fraction=1e-5"],
+        ["federation.partition={kind: natural, column: user}", "federation.clients=null"],
+        ["clients_at_once=2"],
+        ["tracking=[wandb]"],
+        ["mask.granularity=attention_head", "federation.devices=[{share: 0.5}, {share: 0.5, density: 0.01}]"],
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses(tmp_path, monkeypatch, overrides):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    experiment = parse_config(CONFIG, overrides)
+    with pytest.raises(FedsieveError) as planned_one:
+        plan(experiment)
+    with pytest.raises(FedsieveError) as run_one:
+        run(experiment, tmp_path / "run")
+    assert str(planned_one.value) == str(run_one.value) and planned_one.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_says_what_a_budget_comes_to():
+    stages = "stages=[{name: all, train: all, budget: 13, local: {steps: 4}, batch_size: 16}]"
+    found = planned(stages, "mask=null")
+    assert "3 rounds x 3 clients x 4 steps" in found["all", ""] and "is 3 rounds, 12 steps" in found["all", ""]

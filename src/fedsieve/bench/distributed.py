@@ -53,9 +53,8 @@ def distributed(device: torch.device, smoke: bool) -> Result:
     reference = statistics.median(seconds[1])
     for processes, taken in seconds.items():
         median = statistics.median(taken)
-        speeds = f"{median:.2f}", f"{clients / median:.1f}", f"{reference / median:.2f}"
-        load = ", ".join(f"{load:.1f}" for load in loads[processes])
-        result.rows.append((str(processes), f"{clients:,}", *speeds, load))
+        load = statistics.mean(loads[processes])
+        result.rows.append((processes, clients, median, clients / median, reference / median, load))
     return result
 
 
@@ -63,7 +62,7 @@ def _rounds(experiment: Experiment, processes: int, folder: Path) -> list[float]
     """Seconds of every round of the last stage but its first."""
     if processes == 1:
         threads = torch.get_num_threads()
-        run(experiment, folder)
+        run(experiment, folder, page=False)
         torch.set_num_threads(threads)
     else:
         file = folder.with_suffix(".yaml")

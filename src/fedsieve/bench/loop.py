@@ -39,9 +39,7 @@ def loop(device: torch.device, smoke: bool) -> Result:
     for (name, options, size, pixels, batch), transform in itertools.product(cases, TRANSFORMS):
         taken = alternate(_calls(device, options, size, pixels, batch, transform, steps), device, repeats)
         whole, bare = taken["whole"] / steps, taken["bare"] / steps
-        result.rows.append(
-            (name, transform, f"{batch / whole:,.0f}", f"{1e3 * whole:.2f}", f"{1e3 * bare:.2f}", f"{bare / whole:.3f}")
-        )
+        result.rows.append((name, transform, batch / whole, 1e3 * whole, 1e3 * bare, bare / whole))
     return result
 
 

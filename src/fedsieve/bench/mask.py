@@ -1,13 +1,12 @@
 """How long a mask takes: scores, per sample and per batch, and the calibration itself."""
 
-import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from fedsieve.bench.result import Result, alternate, synchronize
+from fedsieve.bench.limits import measure_limits, training_flops
+from fedsieve.bench.result import Result, alternate
 from fedsieve.config import Experiment, Model, Stage
 from fedsieve.mask.calibration import calibrate, hybrid
 from fedsieve.mask.scores import fisher, magnitude
@@ -33,32 +32,32 @@ def mask(device: torch.device, smoke: bool) -> Result:
     pixels = torch.randn(min(BATCH, images), 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
     labels = torch.zeros(len(pixels), dtype=torch.int64, device=device)
     draws = generator(0, "bench").random(images)
+    limits = measure_limits(device, smoke)
+    flops = training_flops(Model(backbone=name, options=options), 64, "all")
     result = Result(
-        ("what", "images", "seconds", "images/s"),
-        note=f"{name} at 64 px, {space.size:,} weights; calibration is selection and packing to sparsity 0.9, on the host.",
+        ("what", "images", "seconds", "images/s", "times per batch", "of a product's speed, %"),
+        note=f"{name} at 64 px, {space.size:,} weights; per-sample gradients are computed in fp32, those of a batch in the "
+        "training precision; calibration is selection and packing to sparsity 0.9, on the host, all of its rounds.",
+        limit=limits.sentence(),
     )
 
     def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(pixels, labels)] * (images // len(pixels))
 
     ways: tuple[Literal["sample", "batch"], ...] = ("sample", "batch")
-    for per in ways:
-        score = partial(fisher, model, space, batches(), draws, per=per, autocast=autocast)
-        scores, seconds = _timed(score, device)
-        result.rows.append((f"Fisher per {per}", f"{images:,}", f"{seconds:.2f}", f"{images / seconds:,.0f}"))
-    on_host = scores.cpu()
+    calls: dict[str, partial[torch.Tensor]] = {
+        per: partial(fisher, model, space, batches(), draws, per=per, autocast=autocast) for per in ways
+    }
+    taken = alternate(calls, device, 1 if smoke else 3)
+    for per, seconds in taken.items():
+        rate = images / seconds
+        used = 100 * rate * flops / limits.product
+        result.rows.append((f"Fisher per {per}", images, seconds, rate, seconds / taken["batch"], used))
+    on_host = calls["batch"]().cpu()
     weights = magnitude(space.read(model)).cpu()
     for kind, scored in (("one score", lambda *_: on_host), ("hybrid ranks", lambda *_: hybrid(on_host, weights))):
         for rounds in (1, 4):
             call = partial(calibrate, scored, space, sparsity=0.9, rule="least_sensitive", rounds=rounds)
             seconds = alternate({"calibrate": call}, device, 1 if smoke else 3)["calibrate"]
-            result.rows.append((f"calibration, {rounds} rounds, {kind}", "-", f"{seconds:.2f}", "-"))
+            result.rows.append((f"calibration, {rounds} rounds, {kind}", None, seconds, None, None, None))
     return result
-
-
-def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    synchronize(device)
-    began = time.perf_counter()
-    value = call()
-    synchronize(device)
-    return value, time.perf_counter() - began

@@ -37,9 +37,9 @@ def optimizer(device: torch.device, smoke: bool) -> Result:
     fused = torch.optim.SGD([vector()], lr=1e-3, momentum=0.9, fused=True)
     plain = torch.optim.SGD([vector()], lr=1e-3, momentum=0.9, fused=False, foreach=False)
     taken = alternate({"fused": repeated(fused.step), "other": repeated(plain.step)}, device, repeats)
-    result.rows.append(("torch, fused", "1", f"{1e3 * taken['fused'] / steps:.3f}", "1.000", f"{4e-6 * size:.1f}", "-"))
+    result.rows.append(("torch, fused", 1.0, 1e3 * taken["fused"] / steps, 1.0, 4e-6 * size, None))
     ratio = taken["other"] / taken["fused"]
-    result.rows.append(("torch", "1", f"{1e3 * taken['other'] / steps:.3f}", f"{ratio:.3f}", f"{4e-6 * size:.1f}", "-"))
+    result.rows.append(("torch", 1.0, 1e3 * taken["other"] / steps, ratio, 4e-6 * size, None))
     for density in (0.5, 0.1, 0.01):
         mask = calibrate(lambda *_: random_scores(space, 0, "bench"), space, sparsity=1 - density, lowest=True)
         sparse = SparseSGDM(vector(), mask, lr=1e-3)
@@ -48,11 +48,11 @@ def optimizer(device: torch.device, smoke: bool) -> Result:
         result.rows.append(
             (
                 "SparseSGDM",
-                f"{density:g}",
-                f"{1e3 * taken['other'] / steps:.3f}",
-                f"{taken['other'] / taken['fused']:.3f}",
-                f"{1e-6 * held.state:.1f}",
-                f"{1e-6 * held.shared_index:.1f}",
+                density,
+                1e3 * taken["other"] / steps,
+                taken["other"] / taken["fused"],
+                1e-6 * held.state,
+                1e-6 * held.shared_index,
             )
         )
     return result

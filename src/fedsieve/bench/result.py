@@ -4,33 +4,65 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+Cell = str | int | float | None
 
-@dataclass(frozen=True)
+
+@dataclass
 class Result:
-    """A table, and the sentence that says how to read it."""
+    """A table, the sentences that say how to read it and what bounds its numbers, and what could not be measured."""
 
     columns: tuple[str, ...]
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    rows: list[tuple[Cell, ...]] = field(default_factory=list)
     note: str = ""
+    limit: str = ""  # default: the arithmetic and memory traffic of the device, measured after the benchmark
+    skipped: list[str] = field(default_factory=list)
 
 
-def alternate(calls: Mapping[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
-    """Median seconds of each call. The calls take turns, so that a disturbance of the machine falls on all of them."""
+def shown(cell: Cell) -> str:
+    """A cell as people read it: three digits that count, thousands apart."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, int) or abs(cell) >= 100:
+        return f"{cell:,.0f}"
+    return f"{cell:.3f}" if abs(cell) < 1 else f"{cell:.2f}" if abs(cell) < 10 else f"{cell:.1f}"
+
+
+def alternate(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    seconds: float = float("inf"),
+    warm: bool = False,
+) -> dict[str, float]:
+    """Median seconds of each call. The calls take turns, so that a disturbance of the machine falls on all of them.
+
+    They are called once before, unless they are `warm`. No turn but the first begins once `seconds` have passed.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()  # warm-up
-    for _ in range(repeats):
-        for name, call in calls.items():
-            synchronize(device)
-            began = time.perf_counter()
+    if not warm:
+        for call in calls.values():
             call()
-            synchronize(device)
-            times[name].append(time.perf_counter() - began)
+    start = time.perf_counter()
+    for number in range(repeats):
+        if number and time.perf_counter() - start > seconds:
+            break
+        for name, call in calls.items():
+            times[name].append(timed(call, device))
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, until the device is done with it."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def synchronize(device: torch.device) -> None:

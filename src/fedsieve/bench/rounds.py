@@ -1,23 +1,27 @@
-"""Whole federated rounds: images per second against the plain loop, and what a round costs beyond its local steps."""
+"""Whole federated rounds: images per second against the plain loop and against other frameworks, on the same work."""
 
 import contextlib
-import statistics
+import functools
+import gc
+import itertools
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedsieve.bench.result import Result, synchronize
+from fedsieve.bench.limits import measure_limits, training_flops
+from fedsieve.bench.peers import Arrays, flower_rounds, missing, pfl_rounds
+from fedsieve.bench.result import Result, alternate, timed
 from fedsieve.config import Data, Experiment, parse_config
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
-from fedsieve.federation.executors import Cohort, Sequential, Trained
+from fedsieve.errors import FedsieveError
 from fedsieve.federation.population import make_population
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context
@@ -25,36 +29,65 @@ from fedsieve.federation.store import ClientStore
 from fedsieve.model.build import Classifier, build_classifier, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
-from fedsieve.runner.checkpoint import save_checkpoint
 from fedsieve.runner.environment import make_autocast
 from fedsieve.train.feed import Feed
-from fedsieve.train.replay import Speed
+from fedsieve.train.replay import Speed, compiled
 from fedsieve.wire.ledger import Ledger
 
 SMALL = "{patch_size: 4, embed_dim: 48, depth: 4, num_heads: 4}"
+NETWORKS = {"small": ("ViT-S/16", "vit_small_patch16_224"), "tiny": ("ViT-Ti/16", "vit_tiny_patch16_224")}
+# How a round can be run. Of the peers, those in PLAIN are the loop a notebook has.
+PLAIN = {"plain": "plain loop", "plain-bf16": "plain loop, bf16", "plain-compiled": "plain loop, bf16, compiled"}
+PEERS = PLAIN | {"pfl": "pfl", "flower": "Flower's simulation"}
+OURS: dict[str, tuple[str, str, Speed]] = {
+    "sequential": ("fedsieve, one by one", "sequential", "eager"),
+    "stacked": ("fedsieve, stacked", "stacked", "eager"),
+    "stacked-graph": ("fedsieve, stacked, graph", "stacked", "graph"),
+    "stacked-full": ("fedsieve, stacked, full", "stacked", "full"),
+}
+WAYS = (*PEERS, *OURS)
+ON_GPU = (*PEERS, "stacked-graph", "stacked-full")
+ON_CPU = ("plain", "pfl", "flower", "sequential", "stacked")
+BATCH = 64
+ACTORS = 8  # Flower's clients on one GPU at a time
 
 
-def make_experiment(backbone: str, options: str, pixels: int, clients: int, batch: int, local: str) -> Experiment:
-    """A shared random mask at density 0.1 on the backbone, int8 up, fp16 down."""
+def make_experiment(
+    backbone: str,
+    options: str,
+    pixels: int,
+    clients: int,
+    batch: int,
+    local: str,
+    cohort: int | None = None,
+    sparsity: float = 0.9,
+    dense: bool = False,
+) -> Experiment:
+    """A shared random mask on the backbone, int8 up, fp16 down; or `dense`, without a mask, in fp32."""
+    mask, sparse = f"mask: {{rule: random, sparsity: {sparsity}}}", "true"
+    message = "message: {up: int8, down: fp16}"
+    if dense:
+        mask, sparse, message = "", "false", "message: {up: fp32, down: fp32}"
     return parse_config(f"""
 data: {{source: digits, size: {pixels}, transform: flip, normalize: half}}
 model: {{backbone: {backbone}, weights: none, options: {options}}}
-mask: {{rule: random, sparsity: 0.9}}
-federation: {{clients: {clients}, cohort: {clients}, server: {{optimizer: momentum, lr: 0.3}}}}
-message: {{up: int8, down: fp16}}
+federation: {{clients: {clients}, cohort: {cohort or clients}, server: {{optimizer: momentum, lr: 0.3}}}}
+{mask}
+{message}
 stages:
-  - {{name: bench, train: backbone, sparse: true, rounds: 1000000, local: {local}, batch_size: {batch}, schedule: constant,
+  - {{name: bench, train: backbone, sparse: {sparse}, rounds: 1000000, local: {local}, batch_size: {batch}, schedule: constant,
       optimizer: {{lr: 1.0e-3}}}}
 """)
 
 
-def make_feed(experiment: Experiment, images: int, device: torch.device) -> Feed:
-    """Random small images with random labels."""
+def make_feed(experiment: Experiment, images: int, device: torch.device, distinct: int | None = None) -> Feed:
+    """Random small images with random labels; of many examples, only some may be `distinct`."""
     rng = generator(0, "bench")
-    pixels = torch.from_numpy(rng.integers(0, 256, (images, 3, 32, 32), dtype=np.uint8))
+    stored = min(images, distinct or images)
+    pixels = torch.from_numpy(rng.integers(0, 256, (stored, 3, 32, 32), dtype=np.uint8))
     labels = torch.from_numpy(rng.integers(0, 100, images)).to(device)
     config: Data = experiment.data
-    return Feed(ImageStore(pixels, device), make_transform(config, *HALF), np.arange(images), labels)
+    return Feed(ImageStore(pixels, device), make_transform(config, *HALF), np.arange(images) % stored, labels)
 
 
 @contextlib.contextmanager
@@ -84,185 +117,249 @@ def federation(
         yield Federated(context, experiment.stages[0], space, model, theta, feed, dict)
 
 
-def plain_round(
-    experiment: Experiment, model: Classifier, feed: Feed, mask: dict[str, Tensor], autocast: Any
-) -> Callable[[], None]:
-    """The round a notebook has: clients one after another, eager, gradients times the mask, state dicts averaged.
+@dataclass(frozen=True)
+class Case:
+    """The work of one round: `cohort` clients of `images` images, `epochs` passes over them in batches."""
 
-    One local epoch: its rate is that of four, but for a little less averaging.
-    """
-    stage, settings = experiment.stages[0], experiment.federation
-    assert settings is not None
-    population = make_population(settings, feed.labels.cpu().numpy(), 0)
-    draws = feed.draw(generator(0, "bench draws"))
+    backbone: str
+    options: str
+    pixels: int
+    cohort: int
+    images: int
+    epochs: int
 
-    def run() -> None:
-        weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-        total = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        for client in range(len(population)):
-            with torch.no_grad():
-                for name, tensor in model.named_parameters():
-                    tensor.copy_(weights[name])
-            optimizer = torch.optim.SGD(model.backbone.parameters(), lr=1e-3, momentum=0.9)
-            mine = population.shards.client(client)
-            for start in range(0, len(mine), stage.batch_size):
-                inputs, labels = feed.batch(mine[start : start + stage.batch_size], draws)
-                optimizer.zero_grad()
-                with autocast():
-                    loss = F.cross_entropy(model(inputs), labels)
-                loss.backward()
-                for name, tensor in model.backbone.named_parameters():
-                    if tensor.grad is not None:
-                        tensor.grad.mul_(mask[f"backbone.{name}"])
-                optimizer.step()
-            for name, tensor in model.named_parameters():
-                total[name] += tensor.detach() * len(mine)
+    @property
+    def seen(self) -> int:
+        """Images of one round."""
+        return self.cohort * self.images * self.epochs
+
+    @functools.cached_property
+    def experiment(self) -> Experiment:
+        local = f"{{epochs: {self.epochs}}}"
+        return make_experiment(self.backbone, self.options, self.pixels, self.cohort, BATCH, local)
+
+    def feed(self, device: torch.device) -> Feed:
+        return make_feed(self.experiment, self.cohort * self.images, device)
+
+    def network(self, device: torch.device) -> Classifier:
+        """The whole classifier, of which the backbone trains."""
+        model = build_classifier(self.experiment.model, 100, self.pixels, 0).to(device)
+        model.head.requires_grad_(False)
+        return model
+
+    def shards(self, feed: Feed) -> list[np.ndarray]:
+        """The examples of every client."""
+        assert self.experiment.federation is not None
+        shards = make_population(self.experiment.federation, feed.labels.cpu().numpy(), 0).shards
+        return [shards.client(number) for number in range(self.cohort)]
+
+
+class PlainClient:
+    """Local training as a notebook has it: eager or compiled, gradients times the mask, then torch's SGD with momentum."""
+
+    def __init__(self, case: Case, device: torch.device, way: str) -> None:
+        self.case, self.way, self.device = case, way, device
+        self.model, self.feed = case.network(device), case.feed(device)
+        self.shards, self.draws = case.shards(self.feed), self.feed.draw(generator(0, "bench draws"))
+        self.trained = dict(self.model.backbone.named_parameters())
+        drawn = torch.Generator().manual_seed(0)
+        self.mask = {
+            name: (torch.rand(weights.shape, generator=drawn) < 0.1).to(device)
+            for name, weights in self.trained.items()
+        }
+        self.forward = compiled(self.model, "full" if way == "plain-compiled" else "eager")
+
+    def train(self, number: int) -> int:
+        """Train on one client's images from the model's weights on; gives how many images it has."""
+        case, mine = self.case, self.shards[number]
+        optimizer = torch.optim.SGD(self.trained.values(), lr=1e-3, momentum=0.9)
+        for _, start in itertools.product(range(case.epochs), range(0, len(mine), BATCH)):
+            inputs, labels = self.feed.batch(mine[start : start + BATCH], self.draws)
+            optimizer.zero_grad()
+            with _autocast(self.way, self.device):
+                loss = F.cross_entropy(self.forward(inputs), labels)
+            loss.backward()
+            for name, weights in self.trained.items():
+                if weights.grad is not None:
+                    weights.grad.mul_(self.mask[name])
+            optimizer.step()
+        return len(mine)
+
+    def round(self) -> None:
+        """Clients one after another, and the mean of their weights."""
+        _set_precision(self.way)
         with torch.no_grad():
-            for name, tensor in model.named_parameters():
-                tensor.copy_(total[name] / len(feed))
+            weights = {name: tensor.clone() for name, tensor in self.trained.items()}
+            total = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        for number in range(self.case.cohort):
+            _lay(self.trained, weights)
+            n = self.train(number)
+            with torch.no_grad():
+                for name, tensor in self.trained.items():
+                    total[name] += tensor * n
+        _lay(self.trained, {name: tensor / len(self.feed) for name, tensor in total.items()})
 
-    return run
+
+@torch.no_grad()
+def _lay(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
 
 
-def rounds(device: torch.device, smoke: bool) -> Result:
-    """10 clients of 500 images, 4 local epochs, batch 64: the plain loop against this library's executors, side by side."""
-    large = device.type == "cuda" and not smoke
+@dataclass(frozen=True)
+class Plan:
+    """What `rounds` measures: every network at every size with every cohort, in every way."""
+
+    networks: Sequence[str] = ("small",)
+    pixels: Sequence[int] = (64, 224)
+    cohorts: Sequence[int] = (10,)
+    ways: Sequence[str] = ON_GPU
+    images: int = 500
+    epochs: int = 4
+    repeats: int = 3
+    seconds: float = 30.0  # after which no further turn of a group of ways begins
+    options: str = "{}"  # of the networks
+
+
+def default_plan(device: torch.device, smoke: bool) -> Plan:
+    """Some minutes on either device."""
+    if smoke:
+        return Plan(("tiny",), (16,), (2,), ON_CPU, images=6, epochs=1, repeats=1, options=SMALL)
+    return Plan() if device.type == "cuda" else Plan(("tiny",), (64,), (4,), ON_CPU, images=64, epochs=1)
+
+
+def rounds(device: torch.device, smoke: bool, plan: Plan | None = None) -> Result:
+    """Every way does the same work: peers take turns with each other, and each of ours with the fastest plain loop."""
+    plan = plan or default_plan(device, smoke)
+    limits = measure_limits(device, smoke)
     result = Result(
-        ("network", "how", "images/s", "seconds a round", "times the plain loop", "first round, s"),
-        note="Whole rounds: batches, transforms, masks, int8 messages encoded, decoded and counted, mean, server step. The "
-        "plain loop is eager PyTorch, one client after another, without messages; its faster precision is the reference.",
+        ("network", "pixels", "cohort", "how", "images/s", "seconds a round", "times plain", "of peak, %", "first, s"),
+        note=f"Whole rounds: {plan.images} images a client, {plan.epochs} local epochs, batch {BATCH}; batches, transforms, local "
+        "training, mean, server step. fedsieve trains a tenth of the weights (shared mask) and encodes, decodes and counts "
+        "int8 messages; the plain loop masks gradients and sends nothing; pfl and Flower train all weights. `times plain` is "
+        "against the fastest plain loop, measured in turns; `of peak` counts forward and backward of a dense network against "
+        "the data sheet; `first` is the first round, compilation and recording included.",
+        limit=limits.sentence(),
+        skipped=[why for peer in ("pfl", "flower") if peer in plan.ways and (why := missing(peer))],
     )
-    cases = [("vit_small_patch16_224", "{}", 64), ("vit_small_patch16_224", "{}", 224)]
-    cases = cases if large else [("vit_tiny_patch16_224", SMALL, 16)]
-    images, local, repeats = (5000, "{epochs: 4}", 3) if large else (60, "{epochs: 1}", 1)
-    for backbone, options, pixels in cases:
-        experiment = make_experiment(backbone, options, pixels, 10, 64, local)
-        feed = make_feed(experiment, images, device)
-        count = images * (experiment.stages[0].local.epochs or 1)
-
-        def fresh(experiment: Experiment = experiment, pixels: int = pixels) -> Classifier:
-            return build_classifier(experiment.model, 100, pixels, 0).to(device)
-
-        plain: dict[str, float] = {}
-        mask = {name: torch.rand(tensor.shape, device=device) < 0.1 for name, tensor in fresh().named_parameters()}
-        kinds = ("tf32", "bf16") if device.type == "cuda" else ("fp32",)
-        for kind in kinds:
-            autocast = _precision(kind, device)
-            call = plain_round(experiment, fresh(), feed, mask, autocast)
-            call()
-            plain[kind] = _seconds(call, device, 1) * count / images
-            result.rows.append(
-                (f"{backbone}, {pixels} px", f"plain loop, {kind}", *_numbers(count, plain[kind], plain[kind]), "-")
-            )
-        reference = min(plain.values())
-        speeds: tuple[tuple[str, Speed], ...] = (("stacked", "graph"), ("stacked", "full"))
-        for executor, speed in speeds if device.type == "cuda" else (("sequential", "eager"), ("stacked", "eager")):
-            torch.set_float32_matmul_precision("highest")
-            with federation(experiment, fresh(), feed, executor, speed) as stage:
-                going = stage.rounds()
-                began = time.perf_counter()
-                next(going)
-                synchronize(device)
-                first = time.perf_counter() - began
-                taken = _seconds(lambda going=going: next(going), device, repeats)  # type: ignore[misc]
-            name = executor if speed == "eager" else f"{executor}, {speed}"
-            result.rows.append((f"{backbone}, {pixels} px", name, *_numbers(count, taken, reference), f"{first:.1f}"))
+    ways = [way for way in plan.ways if way not in ("pfl", "flower") or not missing(way)]
+    if not any(way in PLAIN for way in ways):
+        raise FedsieveError(f"bench round: --ways needs a plain loop to compare with: {', '.join(PLAIN)}")
+    for network, pixels, cohort in itertools.product(plan.networks, plan.pixels, plan.cohorts):
+        name, backbone = NETWORKS[network]
+        case = Case(backbone, plan.options, pixels, cohort, plan.images, plan.epochs)
+        flops = training_flops(case.experiment.model, pixels, "backbone")
+        for way, (taken, reference, first) in _measured(case, ways, device, plan).items():
+            rate = case.seen / taken
+            used = 100 * rate * flops / limits.peak if limits.peak else None
+            how = PEERS[way] if way in PEERS else OURS[way][0]
+            where = (name if plan.options == "{}" else "a small ViT", pixels, cohort)
+            result.rows.append((*where, how, rate, taken, reference / taken, used, first))
     return result
 
 
-def overhead(device: torch.device, smoke: bool) -> Result:
-    """What a round costs beyond its local steps: one-step rounds on a GPU; on a CPU, rounds whose clients do nothing."""
-    result = Result(
-        ("network", "round, ms", "local steps, ms", "beyond them, ms", "checkpoint, ms"),
-        note="Shared mask at density 0.1, 10 clients, one local step of 50 images each; messages int8 up, fp16 down, encoded, "
-        "decoded and counted; no evaluation. On a CPU the local steps are left out, and clients send random updates.",
-    )
-    gpu, small = device.type == "cuda", ("a small ViT", "vit_tiny_patch16_224", SMALL, 16)
-    tiny, large = (
-        [(f"{name}, {pixels} px", network, "{}", pixels) for pixels in (64, 224)]
-        for name, network in (("ViT-Ti/16", "vit_tiny_patch16_224"), ("ViT-S/16", "vit_small_patch16_224"))
-    )
-    repeats = 3 if smoke else 20
-    for name, network, options, pixels in [small] if smoke else [*tiny, *large[:1]] if gpu else [tiny[0], large[0]]:
-        experiment = make_experiment(network, options, pixels, 10, 50, "{steps: 1}")
-        feed = make_feed(experiment, 200 if smoke else 5000, device)
-        model = build_classifier(experiment.model, 100, pixels, 0).to(device)
-        with federation(
-            experiment, model, feed, "stacked" if gpu else "sequential", "graph" if gpu else "eager"
-        ) as stage:
-            if not gpu:
-                _leave_out_training(stage)
+def _measured(
+    case: Case, ways: Sequence[str], device: torch.device, plan: Plan
+) -> dict[str, tuple[float, float, float]]:
+    """Seconds of a round in each way, of the fastest plain loop in the same turns, and of the way's first round."""
+    with contextlib.ExitStack() as stack:
+        calls = {way: stack.enter_context(open_way(way, case, device)) for way in ways if way in PEERS}
+        first = {way: timed(call, device) for way, call in calls.items()}
+        taken = alternate(calls, device, plan.repeats, plan.seconds, warm=True)
+    best = min((way for way in taken if way in PLAIN), key=lambda way: taken[way])
+    found = {way: (taken[way], taken[best], first[way]) for way in taken}
+    plain = calls[best]
+    del calls
+    for way in (way for way in ways if way in OURS):
+        # One of ours at a time: what it holds on the device must not crowd out the next.
+        release(device)
+        found[way] = _beside(plain, way, case, device, plan)
+    release(device)
+    return found
+
+
+def _beside(
+    plain: Callable[[], object], way: str, case: Case, device: torch.device, plan: Plan
+) -> tuple[float, float, float]:
+    with open_way(way, case, device) as own:
+        first = timed(own, device)
+        taken = alternate({"plain": plain, "own": own}, device, plan.repeats, plan.seconds, warm=True)
+    return taken["own"], taken["plain"], first
+
+
+@contextlib.contextmanager
+def open_way(way: str, case: Case, device: torch.device) -> Iterator[Callable[[], object]]:
+    """A function that does one round of a case in the given way."""
+    if way in PLAIN:
+        yield PlainClient(case, device, way).round
+    elif way == "pfl":
+        yield pfl_case(case, device, case.network(device))
+    elif way == "flower":
+        initial = [weights.detach().cpu().numpy() for weights in case.network(device).backbone.parameters()]
+        gpus = 1 / min(ACTORS, case.cohort) if device.type == "cuda" else 0.0
+        client = functools.partial(flower_client, case, device.type)
+        with flower_rounds(client, initial, case.cohort, gpus) as step:
+            yield step
+    else:
+        _, executor, speed = OURS[way]
+        with federation(case.experiment, case.network(device), case.feed(device), executor, speed) as stage:
             going = stage.rounds()
-            next(going)
-            whole = [_seconds(lambda going=going: next(going), device, 1) for _ in range(repeats)]  # type: ignore[misc]
-            inside = [0.0]
-            if gpu:
-                inside = _time_training(stage, device)  # apart, since waiting for it would slow the round down
-                for _ in range(repeats):
-                    next(going)
-            save = _seconds(lambda stage=stage: _save(stage), device, min(repeats, 5))  # type: ignore[misc]
-        took, local = statistics.median(whole), statistics.median(inside)
-        result.rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (took, local, took - local, save))))
-    return result
+
+            def step() -> None:
+                _set_precision("fedsieve")
+                next(going)
+
+            yield step
 
 
-def _leave_out_training(stage: Federated) -> None:
-    """Let clients send random updates instead of training."""
+def pfl_case(case: Case, device: torch.device, model: Classifier) -> Callable[[], None]:
+    """A function that does one round of a case with pfl."""
+    feed = case.feed(device)
+    draws = feed.draw(generator(0, "bench draws"))
+    users = [list(feed.fetch(mine, draws)) for mine in case.shards(feed)]
 
-    def idle(cohort: Cohort, lr: float) -> Iterator[Trained]:
-        count, k = len(cohort.works), stage._k
-        if not updates:
-            updates.append(1e-3 * torch.randn(count, k, generator=torch.Generator().manual_seed(0)))
-        yield Trained(range(count), updates[0], torch.ones(count, 3, dtype=torch.float64))
+    def loss(*batch: Tensor) -> Tensor:
+        *raw, labels = batch
+        return F.cross_entropy(model(feed.inputs(*raw)).float(), labels)
 
-    updates: list[Tensor] = []
-    executor = Sequential(stage.task, None)
-    executor.train = idle  # type: ignore[method-assign]
-    stage._running_executor = lambda: executor  # type: ignore[method-assign]
+    bf16 = device.type == "cuda"
+    step = pfl_rounds(model, loss, users, 1e-3, BATCH, case.epochs, bf16)
 
+    def round() -> None:
+        _set_precision("pfl")
+        step()
 
-def _save(stage: Federated) -> None:
-    """A checkpoint, as a run writes it."""
-    folder = stage.context.ledger.path.parent / "checkpoints"
-    save_checkpoint(folder, stage.state.round, stage.state.numbers(), stage.state.tensors(), keep=2)
-
-
-def _time_training(stage: Federated, device: torch.device) -> list[float]:
-    """A list that grows by the seconds of every cohort's local training from here on."""
-    executor, times = stage._running_executor(), list[float]()
-    train = executor.train
-
-    def timed(*arguments: Any) -> Iterator[Any]:
-        synchronize(device)
-        began = time.perf_counter()
-        results = list(train(*arguments))
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-        return iter(results)
-
-    executor.train = timed  # type: ignore[method-assign, assignment]
-    return times
+    return round
 
 
-def _precision(kind: str, device: torch.device) -> Any:
-    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
-
-    def autocast() -> Any:
-        return torch.autocast(device.type, torch.bfloat16) if kind == "bf16" else contextlib.nullcontext()
-
-    return autocast
-
-
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        began = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+@functools.lru_cache(maxsize=1)
+def _flower_worker(case: Case, device: str) -> PlainClient:
+    """What one of Ray's processes keeps from client to client."""
+    if device == "cpu":
+        torch.set_num_threads(1)  # a client has one core
+    worker = PlainClient(case, torch.device(device), "plain-bf16" if device == "cuda" else "plain")
+    worker.mask = {name: torch.ones_like(mask) for name, mask in worker.mask.items()}
+    return worker
 
 
-def _numbers(count: int, seconds: float, reference: float) -> tuple[str, str, str]:
-    return f"{count / seconds:,.0f}", f"{seconds:.3f}", f"{reference / seconds:.2f}"
+def flower_client(case: Case, device: str, weights: Arrays, number: int) -> tuple[Arrays, int]:
+    """What a client of Flower's does with the weights it receives."""
+    worker = _flower_worker(case, device)
+    _lay(worker.trained, dict(zip(worker.trained, map(torch.from_numpy, weights), strict=True)))
+    n = worker.train(number)
+    return [parameter.detach().cpu().numpy() for parameter in worker.trained.values()], n
+
+
+def release(device: torch.device) -> None:
+    """Give back what the last measurement held on the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _set_precision(way: str) -> None:
+    torch.set_float32_matmul_precision("high" if way == "plain" else "highest")
+
+
+def _autocast(way: str, device: torch.device) -> Any:
+    return torch.autocast(device.type, torch.bfloat16) if way != "plain" else contextlib.nullcontext()

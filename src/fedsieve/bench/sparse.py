@@ -34,7 +34,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         (
             "mask",
             "sparsity",
-            "active",
+            "active, %",
             "dense, ms",
             "masked, ms",
             "time ratio",
@@ -66,7 +66,7 @@ def sparse(device: torch.device, smoke: bool) -> Result:
         try:
             mask = make(model)
         except FedsieveError:
-            result.rows.append((kind, sparsity, "no whole group fits", *["-"] * 5))
+            result.rows.append((kind, sparsity, "no whole group fits", *[None] * 5))
             continue
         if speed == "full":
             kind = f"{kind}, both compiled"
@@ -77,12 +77,12 @@ def sparse(device: torch.device, smoke: bool) -> Result:
             (
                 kind,
                 sparsity,
-                f"{100 * mask.density:.2f} %",
-                f"{1e3 * taken['dense'] / steps:.2f}",
-                f"{1e3 * taken['masked'] / steps:.2f}",
-                f"{taken['masked'] / taken['dense']:.3f}",
-                f"{memory / dense_memory:.3f}" if dense_memory else "-",
-                f"{state() / dense_state():.3f}",
+                100 * mask.density,
+                1e3 * taken["dense"] / steps,
+                1e3 * taken["masked"] / steps,
+                taken["masked"] / taken["dense"],
+                memory / dense_memory if dense_memory else None,
+                state() / dense_state(),
             )
         )
     return result

@@ -538,41 +538,55 @@ def keep_classes(
     images: ImageSet, rows: np.ndarray, classes: list[int] | None
 ) -> tuple[np.ndarray, torch.Tensor, list[str]]:
     """Of `rows`, those of the named classes, with their labels (renumbered in that order) and the classes' names."""
-    labels = images.labels[torch.from_numpy(rows)]
-    if classes is None:
-        return rows, labels, images.class_names
     _check_classes(classes, images.class_names)
-    number = torch.full((len(images.class_names),), -1)
-    number[torch.tensor(classes)] = torch.arange(len(classes))
-    labels = number[labels]
-    kept = labels >= 0
-    return rows[kept.numpy()], labels[kept], [images.class_names[label] for label in classes]
+    names = images.class_names
+    rows, labels = choose_classes(images.labels.numpy(), rows, classes, len(names))
+    return rows, torch.from_numpy(labels), names if classes is None else [names[label] for label in classes]
+
+
+def choose_classes(
+    labels: np.ndarray, rows: np.ndarray, classes: list[int] | None, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of `rows`, those of the named classes (of `count`), and their labels, renumbered in that order."""
+    if classes is None:
+        return rows, labels[rows]
+    number = np.full(count, -1)
+    number[classes] = np.arange(len(classes))
+    chosen = number[labels[rows]]
+    return rows[chosen >= 0], chosen[chosen >= 0]
 
 
 def count_images(config: Data) -> tuple[int, int, int, int]:
     """Training images, test images, classes, and bytes of one stored image, without decoding what is not yet decoded."""
-    counts = []
     splits: tuple[Split, ...] = ("train", "test")
+    counts = []
     for split in splits:
-        kind = kind_of(config.source)
-        cached = _find_cached(config, split) if kind == "folder" else None
-        if kind == "embedded" or cached:
-            images = _read_cache(cached) if cached else load_images(config, split)
-            labels, class_names, pixels = images.labels.numpy(), images.class_names, images.images[0].numel()
-        else:
-            table, reference, whole = _open_table(config, split)
-            image_column, label_column = _columns(config, table)
-            class_names = _class_names(reference, label_column)
-            labels = _labels(table, label_column, class_names, config.source)
-            rows = _held_out(labels, config, split) if whole else np.arange(len(labels))
-            if not len(rows):
-                raise FedsieveError(f"data.source: {config.source} leaves no image in its {split} split", 1)
-            width, height = _open(next(_items(table.select(rows[:1]), image_column, rows))[0], config.source).size
-            pixels = 3 * (width * height if width == height <= 256 else _stored_side(config) ** 2)
-            labels = labels[rows]
-        _check_classes(config.classes, class_names)
+        labels, class_names, pixels = survey(config, split)
         counts.append(len(labels) if config.classes is None else int(np.isin(labels, config.classes).sum()))
     return counts[0], counts[1], len(config.classes or class_names), pixels
+
+
+def survey(config: Data, split: Split) -> tuple[np.ndarray, list[str], int]:
+    """The labels of a split, row for row as `load_images` has them, the names of its classes, and the bytes of one stored
+    image, without decoding what is not yet decoded."""
+    kind = kind_of(config.source)
+    cached = _find_cached(config, split) if kind == "folder" else None
+    if kind == "embedded" or cached:
+        images = _read_cache(cached) if cached else load_images(config, split)
+        labels, class_names, pixels = images.labels.numpy(), images.class_names, images.images[0].numel()
+    else:
+        table, reference, whole = _open_table(config, split)
+        image_column, label_column = _columns(config, table)
+        class_names = _class_names(reference, label_column)
+        labels = _labels(table, label_column, class_names, config.source)
+        rows = _held_out(labels, config, split) if whole else np.arange(len(labels))
+        if not len(rows):
+            raise FedsieveError(f"data.source: {config.source} leaves no image in its {split} split", 1)
+        width, height = _open(next(_items(table.select(rows[:1]), image_column, rows))[0], config.source).size
+        pixels = 3 * (width * height if width == height <= 256 else _stored_side(config) ** 2)
+        labels = labels[rows]
+    _check_classes(config.classes, class_names)
+    return labels, class_names, pixels
 
 
 def _check_classes(classes: list[int] | None, class_names: list[str]) -> None:

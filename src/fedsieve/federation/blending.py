@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedsieve.config import Sieve
 from fedsieve.federation.calibrate import client_scores
-from fedsieve.federation.channel import EXACT, Channel, Reply
+from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.state import Context
-from fedsieve.federation.sums import sum_over_clients
+from fedsieve.federation.sums import Part, sum_over_clients
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
@@ -22,7 +22,7 @@ def tell_shares(context: Context, channel: Channel, space: ParamSpace, sieve: Si
     people, seed, stage = context.population, context.experiment.seed, channel.stage
     clients = people.trainer(np.arange(people.trainers)).tolist()
 
-    def replies() -> Iterator[Reply]:
+    def parts() -> Iterator[Part]:
         asked = []
         for client in clients:
             rows = generator(seed, "blend rows", stage, client).permutation(people.examples(client))
@@ -31,9 +31,9 @@ def tell_shares(context: Context, channel: Channel, space: ParamSpace, sieve: Si
         for client, (part, count) in zip(clients, parts, strict=True):
             own = (part / count).float()
             context.store.put(client, round, **{f"{stage}.share": own})
-            yield channel.up("scores", [client], round, mask, own[None], EXACT, [count])[0]
+            yield client, own, count
 
-    total, _ = sum_over_clients(replies(), mask.count, channel.device)
+    total, _ = sum_over_clients(channel, "scores", round, mask, parts())
     total = channel.down("scores", clients, round, mask, total.float(), EXACT).values.double()
     for client in clients:
         own = context.store.get(client, channel.device)[f"{stage}.share"].double()

@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedsieve.config import Sieve
-from fedsieve.federation.channel import EXACT, Channel, Reply
+from fedsieve.config import Device, Sieve
+from fedsieve.errors import FedsieveError
+from fedsieve.federation.channel import Channel
 from fedsieve.federation.distributed import spread
 from fedsieve.federation.state import Context, ServerState
-from fedsieve.federation.sums import sum_over_clients
+from fedsieve.federation.sums import Part, sum_over_clients
 from fedsieve.federation.team import Batch, Desk, Request
 from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.selection import select
+from fedsieve.mask.selection import attention_heads, can_last, select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.train.sieve import Sensitivity, calibrated, scorer, squared_gradients, taking_part
@@ -101,12 +102,12 @@ def _summed_scores(
             inform(scoring)
         known, places = active, active.indices()
 
-        def replies() -> Iterator[Reply]:
-            parts = client_scores(context, space, sieve, active, number, asked)
-            for client, (part, n) in zip(scoring, parts, strict=True):
-                yield channel.up("scores", [client], round, active, part[None].float(), EXACT, [n])[0]
+        def parts() -> Iterator[Part]:
+            found = client_scores(context, space, sieve, active, number, asked)
+            for client, (part, n) in zip(scoring, found, strict=True):
+                yield client, part.float(), n
 
-        total, seen = sum_over_clients(replies(), active.count, channel.device)
+        total, seen = sum_over_clients(channel, "scores", round, active, parts())
         scores = torch.zeros(space.size)
         scores[places] = (total / seen).float().cpu()
         return scores
@@ -214,17 +215,49 @@ def nested_tiers(context: Context, sieve: Sieve, mask: Mask, ranks: Tensor) -> d
     """
     scores = torch.zeros(mask.space.size)
     scores[mask.indices()] = ranks.cpu().float()
-    devices = context.population.settings.devices
     inside, tiers = mask, {}
-    for share in sorted({device.density for device in devices if device.density < 1}, reverse=True):
-        kept = select(
-            scores,
-            inside.to_bool(),
-            max(1, round(share * mask.count)),
-            mask.space,
-            lowest=RULES[sieve.rule].lowest,
-            min_active_per_tensor=0,
-            maskable=taking_part(sieve, context.model, mask.space),
-        )
+    heads = attention_heads(context.model) if sieve.granularity == "attention_head" else None
+    for share in tier_densities(context.population.settings.devices):
+        k = max(1, round(share * mask.count))
+        try:
+            kept = select(
+                scores,
+                inside.to_bool(),
+                k,
+                mask.space,
+                lowest=RULES[sieve.rule].lowest,
+                granularity=sieve.granularity,
+                min_active_per_tensor=0,
+                maskable=taking_part(sieve, context.model, mask.space),
+                heads=heads,
+            )
+        except FedsieveError as error:
+            raise _too_small(sieve, share, k, error) from None
         inside = tiers[share] = Mask.from_bool(mask.space, kept)
     return tiers
+
+
+def tier_densities(devices: Sequence[Device]) -> list[float]:
+    """The densities below 1, from the largest on."""
+    return sorted({device.density for device in devices if device.density < 1}, reverse=True)
+
+
+def check_tiers(sieve: Sieve, devices: Sequence[Device], model: nn.Module, space: ParamSpace) -> None:
+    """Refuse devices too small for one whole group of the mask."""
+    if sieve.granularity == "weight":
+        return
+    taking = taking_part(sieve, model, space)
+    heads = attention_heads(model) if sieve.granularity == "attention_head" else None
+    for share in tier_densities(devices):
+        k = round(share * (1 - sieve.sparsity) * int(taking.sum()))
+        try:
+            can_last(k, taking, space, granularity=sieve.granularity, heads=heads)
+        except FedsieveError as error:
+            raise _too_small(sieve, share, k, error) from None
+
+
+def _too_small(sieve: Sieve, share: float, k: int, error: FedsieveError) -> FedsieveError:
+    return FedsieveError(
+        f"federation.devices: density {share:g} leaves {k:,} of the mask's weights, and it trains whole groups "
+        f"({sieve.granularity}): {error}"
+    )

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedsieve.config import Privacy
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.dp import Account
 from fedsieve.randomness import generator
 from fedsieve.wire.codec import Coding, Message, MessageError, decode, decode_many, encode, encode_many
 from fedsieve.wire.ledger import Direction, Ledger
@@ -22,12 +25,25 @@ class Channel:
     Rounds are numbered from 0 here and in messages, as in all of the code; from 1 in the ledger, as in all that users read.
     """
 
-    def __init__(self, ledger: Ledger | None, seed: int, stage: str, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        ledger: Ledger | None,
+        seed: int,
+        stage: str,
+        device: torch.device | str = "cpu",
+        privacy: Privacy = Privacy(),
+        account: Account | None = None,
+    ) -> None:
         self.ledger, self.seed, self.stage, self.device = ledger, seed, stage, device
+        self.privacy, self.account = privacy, account  # what is made of sums over clients
 
     def key(self, *address: int | str) -> int:
         """What int8 and int4 round by."""
         return int(generator(self.seed, "rounding", self.stage, *address).integers(2**63))
+
+    def uniforms(self, *address: int | str, count: int) -> np.ndarray:
+        """What fixed point rounds by: public, since it says nothing that the sum does not."""
+        return generator(self.seed, "rounding", self.stage, *address).random(count)
 
     def down(
         self,
@@ -45,7 +61,7 @@ class Channel:
         """Send the same to each of `clients`, and give it as they receive it."""
         message = encode(values, coding, over, round=round, client=EVERYONE, key=key, enclose=enclose, within=within)
         for client in clients:
-            self._note(round, client, "down", what, len(message))
+            self.note(round, client, "down", what, len(message))
         expected = over.space if enclose and isinstance(over, Mask) else over
         return decode(message, coding, expected, enclosed=enclose, within=within, round=round, device=self.device)
 
@@ -76,7 +92,7 @@ class Channel:
             check=False,
         )
         arrived = [
-            self._damaged(message, round, what, client) if fates.get(client) == "corrupt" else message
+            self.damaged(message, round, what, client) if fates.get(client) == "corrupt" else message
             for client, message in zip(clients, messages, strict=True)
         ]
         expected = over.space if enclose and isinstance(over, Mask) else over
@@ -88,19 +104,20 @@ class Channel:
                 replies[place] = MessageError("late", f"client {client} answered after the deadline")
             reply = replies[place]
             status = reply.reason if isinstance(reply, MessageError) else "ok"
-            self._note(round, client, "up", what, len(message), status)
+            self.note(round, client, "up", what, len(message), status)
         return replies
 
     def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
         """Note that nothing came of a message, and why."""
         for client in clients:
-            self._note(round, client, way, what, 0, reason)
+            self.note(round, client, way, what, 0, reason)
 
-    def _note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
+    def note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
+        """Write a message into the ledger."""
         if self.ledger is not None:
             self.ledger.add(self.stage, round + 1, client, way, what, size, status)
 
-    def _damaged(self, message: bytes, *address: int | str) -> bytes:
+    def damaged(self, message: bytes, *address: int | str) -> bytes:
         """A message with one bit turned over on its way."""
         place = int(generator(self.seed, "damage", self.stage, *address).integers(8 * len(message)))
         damaged = bytearray(message)

@@ -21,7 +21,7 @@ from fedsieve.federation.work import Work, side_by_side
 from fedsieve.model.space import ParamSpace
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
-from fedsieve.train.replay import Replay, Speed
+from fedsieve.train.replay import COMPILING, Replay, Speed
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,10 @@ class Stacked:
     `clients` are stacked at a time, as many as fit: where memory runs out, half as many are tried.
     """
 
-    def __init__(self, task: Task, support: Tensor | None, clients: int, batch: int) -> None:
-        self.task, self.support, self.batch = task, support, batch
+    def __init__(
+        self, task: Task, support: Tensor | None, clients: int, batch: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.task, self.support, self.batch, self.say = task, support, batch, say
         for parameter in task.model.parameters():
             parameter.requires_grad_(False)
         self._build(clients)
@@ -162,7 +164,7 @@ class Stacked:
         k = task.space.size if self.support is None else len(self.support)
         self.weights = task.theta.detach().new_zeros(clients, k)  # in place always: recorded steps read from here
         self.teacher = _teacher(task)
-        self.gradient = Replay(self._differentiate, on=task.speed != "eager")
+        self.gradient = Replay(self._differentiate, on=task.speed != "eager", say=self.say)
 
     def sync(self) -> None:
         """Take over weights of the model outside the support that have changed since the executor was made."""
@@ -277,8 +279,10 @@ def make_executor(
     """The asked executor; a network that cannot be stacked trains one client after another, and `say` tells so."""
     if kind == "stacked":
         try:
-            executor = Stacked(task, support, clients, batch)
+            executor = Stacked(task, support, clients, batch, say)
             executor.check()
+            if task.speed == "full":
+                say(COMPILING)
             return executor
         except FedsieveError as error:
             say(f"executor: this network cannot be stacked ({error}): clients train one after another")

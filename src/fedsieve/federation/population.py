@@ -1,13 +1,16 @@
 """Who takes part: the clients, what their devices can do, which are chosen, and what goes wrong."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from fedsieve.config import Device, Federation
 from fedsieve.data.partitions import ClassCounts, Shards, class_counts, make_partition
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.attacks import hostile_clients
+from fedsieve.privacy.dp import poisson_cohort
 from fedsieve.randomness import generator
 
 
@@ -20,6 +23,7 @@ class Population:
     shards: Shards
     counts: ClassCounts
     strangers: np.ndarray  # clients that never train, ascending
+    secret: bytes | None = None  # under differential privacy, what cohorts are drawn by instead of the seed
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -38,9 +42,9 @@ class Population:
         share, sizes = self.settings.client_validation, self.shards.sizes
         return np.clip(np.rint(share * sizes).astype(np.int64), int(share > 0), sizes - 1)
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
-        """How many images each client trains on, (K,)."""
+        """How many images each client trains on, (K,). Kept, since rounds ask for it, and must not cost what all clients do."""
         return self.shards.sizes - self.held
 
     @property
@@ -48,8 +52,20 @@ class Population:
         """How many clients may train."""
         return len(self) - len(self.strangers)
 
+    @cached_property
+    def hostile(self) -> set[int]:
+        """Clients that attack."""
+        attack = self.settings.attack
+        return set(hostile_clients(self.seed, len(self), attack.fraction).tolist()) if attack else set()
+
+    @property
+    def rate(self) -> float:
+        """The share of clients in a round."""
+        return self.cohort_size / self.trainers if isinstance(self.settings.cohort, int) else self.settings.cohort
+
     @property
     def cohort_size(self) -> int:
+        """How many clients a round has; under differential privacy, on average."""
         cohort = self.settings.cohort
         size = cohort if isinstance(cohort, int) else max(1, round(cohort * self.trainers))
         return min(size, self.trainers)
@@ -60,7 +76,15 @@ class Population:
         return number + np.searchsorted(self.strangers - np.arange(len(self.strangers)), number, side="right")
 
     def cohort(self, stage: str, round: int) -> np.ndarray:
-        """The clients of a round, ascending, drawn without replacement."""
+        """The clients of a round, ascending, drawn without replacement; by a secret, each on its own."""
+        if self.secret is not None:
+            return self.trainer(poisson_cohort(self.secret, self.trainers, self.rate, stage, round))
+        if self.settings.sampling == "shuffled":
+            rounds = self.trainers // self.cohort_size  # of a pass; the few whom it leaves over are others each time
+            first = round % rounds * self.cohort_size
+            return self.trainer(
+                np.sort(_shuffled(self.seed, stage, round // rounds, self.trainers)[first : first + self.cohort_size])
+            )
         rng = generator(self.seed, "cohort", stage, round)
         return self.trainer(np.sort(rng.choice(self.trainers, self.cohort_size, replace=False, shuffle=False)))
 
@@ -76,18 +100,38 @@ class Population:
     def fate(self, stage: str, round: int, client: int) -> str:
         """What becomes of a chosen client in a round: "ok", "unavailable", "crash", "late" or "corrupt"."""
         failures = self.settings.failures
-        device = self.device(client)
-        if not (failures.unavailable or failures.crash or failures.corrupt or (failures.deadline and device.delay)):
+        if not (failures.unavailable or failures.crash or failures.corrupt or failures.deadline):
             return "ok"
-        rng = generator(self.seed, "failures", stage, round, client)
-        unavailable, crash, corrupt = rng.random(3)
+        unavailable, crash, corrupt = generator(self.seed, "failures", stage, round, client).random(3)
         if unavailable < failures.unavailable:
             return "unavailable"
         if crash < failures.crash:
             return "crash"
-        if failures.deadline is not None and rng.exponential(device.delay) > failures.deadline:
+        if failures.deadline is not None and self.delay(stage, round, client) > failures.deadline:
             return "late"
         return "corrupt" if corrupt < failures.corrupt else "ok"
+
+    def delay(self, stage: str, round: int, client: int) -> float:
+        """Simulated seconds that a client takes to answer."""
+        mean = self.device(client).delay
+        return float(generator(self.seed, "delay", stage, round, client).exponential(mean)) if mean else 0.0
+
+    def waiting(self, stage: str, round: int, fates: Mapping[int, str]) -> float:
+        """Simulated seconds from the broadcast to the last reply, or to the deadline, if somebody is late or silent."""
+        deadline = self.settings.failures.deadline
+        waits = [0.0]
+        for client, fate in fates.items():
+            if fate in ("late", "crash"):
+                waits.append(deadline or 0.0)  # without one, a crash is noticed at once
+            elif fate != "unavailable":
+                waits.append(self.delay(stage, round, client))
+        return max(waits)
+
+
+@lru_cache(maxsize=2)
+def _shuffled(seed: int, stage: str, number: int, trainers: int) -> np.ndarray:
+    """The order in which a pass over all clients calls them."""
+    return generator(seed, "pass", stage, number).permutation(trainers)
 
 
 def make_population(

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Ridge
-from fedsieve.federation.channel import EXACT, Channel, Reply
-from fedsieve.federation.sums import sum_over_clients
+from fedsieve.federation.channel import EXACT, Channel
+from fedsieve.federation.sums import Part, sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.wire.codec import Coding
 
@@ -80,15 +80,15 @@ def federated_ridge(
     width, exact = features.shape[1], Coding("fp64")
     space = statistics_space(width, classes)
 
-    def up(what: str, over: ParamSpace, values: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Reply]:
+    def parts(values: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Part]:
         """What each client makes of its features and labels."""
         for client, examples in clients:
             rows = torch.from_numpy(examples).to(features.device)
-            mine = values(features[rows], labels[rows])
-            yield channel.up(what, [client], 0, over, mine[None], exact, [len(examples)])[0]
+            yield client, values(features[rows], labels[rows]), len(examples)
 
-    replies = up("statistics", space, lambda phi, truth: statistics(phi, truth, classes))
-    total, seen = sum_over_clients(replies, space.size, features.device)
+    mine = parts(lambda phi, truth: statistics(phi, truth, classes))
+    total, _ = sum_over_clients(channel, "statistics", 0, space, mine, exact)
+    seen = max(1, round(space.view(total, "gram")[-1].item()))  # the product of the constant feature with itself
 
     def head(strength: float) -> tuple[Tensor, Tensor]:
         return solve(total, seen, width, classes, strength)
@@ -111,11 +111,8 @@ def federated_ridge(
         sent = over.flatten({"weight": weight.float(), "bias": bias.float()})
         numbers = [client for client, _ in clients]
         heard = over.unflatten(channel.down("head", numbers, 0, over, sent, EXACT).values.double())
-        losses, _ = sum_over_clients(
-            up("losses", LOSSES, lambda phi, truth: _losses(phi.double() @ heard["weight"].T + heard["bias"], truth)),
-            LOSSES.size,
-            features.device,
-        )
+        mine = parts(lambda phi, truth: _losses(phi.double() @ heard["weight"].T + heard["bias"], truth))
+        losses, _ = sum_over_clients(channel, "losses", 0, LOSSES, mine, exact)
         scale = float(SCALES[int(losses.argmin())])
     return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}
 

@@ -7,7 +7,8 @@ state repeats exactly what it would have done.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -17,15 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Sieve, Stage
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged, FedsieveError
+from fedsieve.federation.attacks import instead
 from fedsieve.federation.blending import blended, tell_shares
 from fedsieve.federation.calibrate import client_masks, is_due, nested_tiers, one_mask, sieve_at
-from fedsieve.federation.channel import EXACT, Channel
+from fedsieve.federation.channel import EXACT
 from fedsieve.federation.distributed import Distributed, cohort_executor
 from fedsieve.federation.executors import Cohort, Executor, Task, Trained
-from fedsieve.federation.server import carried, server_step
+from fedsieve.federation.secure import PAD, Losses, losses, secure_mean, zero_sum_mean
+from fedsieve.federation.server import after_new_mask, server_step
 from fedsieve.federation.state import Context, ServerState
-from fedsieve.federation.sums import Update, sum_over_clients, weighted_mean
+from fedsieve.federation.sums import Update, pieces, private_mean, robust_mean, sum_over_clients, weighted_mean
 from fedsieve.federation.work import Work, local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.overlap import block_of
@@ -70,7 +73,8 @@ class Federated:
         if state is not None and state.moved is not None:
             state.complete(self.base, self._as_mask(state.moved).indices().to(self.device))
         self.state = state or ServerState(self.base.clone())
-        self.channel = Channel(context.ledger, context.experiment.seed, stage.name, self.device)
+        self.channel = context.channel(stage.name, self.device)
+        self.mode = context.experiment.privacy.aggregation
         self.up = Coding(self.message.up, self.message.group, self.message.top_k)
         self.down = Coding(self.message.down, self.message.group)
         self.ready = False  # whether the mask is in use
@@ -129,7 +133,11 @@ class Federated:
         stage, number = self.stage, self.state.round
         cohort = self.population.cohort(stage.name, number).tolist()
         fates = {client: self.population.fate(stage.name, number, client) for client in cohort}
-        refused = {client: fate for client, fate in fates.items() if fate in ("unavailable", "crash")}
+        lost = losses(self.experiment.seed, stage.name, number, fates) if self.mode == "secagg" else {}
+        sends = [client for client, (phase, _) in lost.items() if phase > PAD]  # and then vanishes from a secure sum
+        refused = {
+            client: fate for client, fate in fates.items() if fate in ("unavailable", "crash") and client not in sends
+        }
         reached = [client for client in cohort if fates[client] != "unavailable"]
         self._send(reached, number)
         self._send_control(reached)
@@ -141,17 +149,88 @@ class Federated:
         rate = learning_rate(number, self.length, stage.optimizer.lr, stage.schedule, stage.warmup_rounds)
         effort = Effort()
         # Clients train and answer as the mean asks for them. Whatever else is to be made of updates is made here.
-        updates = self._receive(self._train(trains, rate, effort), fates, refused)
-        mean, replies = weighted_mean(updates, self._k, self.device, self.settings.divide_by)
+        trained = self._sent(self._train(trains, rate, effort))
+        if self.mode == "secagg":
+            mean, replies = self._secure_mean(trained, reached, lost, refused)
+        elif self.mode == "zero_sum":
+            mean, replies = self._zero_sum_mean(trained, refused)
+        else:
+            mean, replies = self._mean(self._receive(trained, fates, refused), len(trains))
         if trains and not effort.trained:
             self._diverged(number + 1)
-        if replies >= self.settings.minimum_replies:
+        if mean is not None and (replies >= self.settings.minimum_replies or self.context.account is not None):
             self._step(mean)
         else:
             wasted = [client for client in trains if client not in refused]
             self.channel.silence("update", wasted, number, "up", TOO_FEW)
             refused |= dict.fromkeys(wasted, TOO_FEW)
-        return self._record(effort, rate, len(cohort), replies, refused)
+        record = self._record(effort, rate, len(cohort), replies, refused)
+        if any(device.delay for device in self.settings.devices):
+            record["simulated_seconds"] = self.population.waiting(stage.name, number, fates)
+            self.state.simulated_seconds += record["simulated_seconds"]
+        return record
+
+    def _mean(self, updates: Iterator[Update], most: int) -> tuple[Tensor | None, int]:
+        """One update from those of all clients, and how many came; None where they are too few for the aggregator."""
+        account, rule = self.context.account, self.settings.aggregator
+        if account is not None:
+            return private_mean(updates, self._k, self.device, account, self.stage.name, self.state.round)
+        if rule.kind != "mean":
+            return robust_mean(updates, rule, most, self.context.ledger.path.parent)
+        return weighted_mean(updates, self._k, self.device, self.settings.divide_by)
+
+    def _secure_mean(
+        self, trained: Iterator[tuple[list[int], Trained]], asked: list[int], lost: Losses, refused: dict[int, str]
+    ) -> tuple[Tensor | None, int]:
+        """The mean update of a secure sum, and of how many clients; None where it was aborted."""
+        rows: dict[int, np.ndarray] = {}
+        for clients, result in trained:
+            rows |= zip(clients, result.moved.float().cpu().numpy(), strict=True)
+        if not asked:
+            return None, 0
+        most = int(self.population.sizes.max()) if self.settings.weighting == "examples" else 1
+        mean, found = secure_mean(
+            self.channel,
+            self.state.round,
+            self._k,
+            self._segments(asked),
+            rows,
+            self._weights(asked),
+            most,
+            lost,
+            self.settings.divide_by,
+        )
+        refused |= found.refused
+        return mean, len(found.survivors)
+
+    def _zero_sum_mean(
+        self, trained: Iterator[tuple[list[int], Trained]], refused: dict[int, str]
+    ) -> tuple[Tensor | None, int]:
+        """The mean update of padded messages, and of how many clients; None where pads remain."""
+        rows: dict[int, Tensor] = {}
+        for clients, result in trained:
+            rows |= zip(clients, result.moved, strict=True)
+        over = self.mask or self.space
+        mean, why = zero_sum_mean(self.channel, self.state.round, over, rows, self._weights(rows))
+        refused |= why
+        return mean, len(rows) - len(why)
+
+    def _weights(self, clients: Iterable[int]) -> dict[int, int]:
+        """What clients count in a mean."""
+        by_size = self.settings.weighting == "examples"
+        return {client: int(self.population.sizes[client]) if by_size else 1 for client in clients}
+
+    def _sent(self, trained: Iterator[tuple[list[int], Trained]]) -> Iterator[tuple[list[int], Trained]]:
+        """What clients send: what they trained, and hostile ones something else."""
+        attack, hostile = self.settings.attack, self.population.hostile
+        for clients, result in trained:
+            if attack is not None and hostile.intersection(clients):
+                moved, seed, store = result.moved.clone(), self.experiment.seed, self.context.store
+                for client, row in zip(clients, moved, strict=True):
+                    if client in hostile:
+                        row.copy_(instead(attack, row.clone(), store, seed, self.stage.name, self.state.round, client))
+                result = replace(result, moved=moved)
+            yield clients, result
 
     def _train(self, clients: list[int], rate: float, effort: "Effort") -> Iterator[tuple[list[int], Trained]]:
         """Local training of all that were reached, as many at a time as fit."""
@@ -212,7 +291,8 @@ class Federated:
                 moved = torch.stack([row if old is None else row + old for row, old in zip(moved, kept, strict=True)])
             for members, over, places in self._groups(clients):
                 rows = torch.tensor([clients.index(client) for client in members], device=self.device)
-                values = moved[rows] if places is None else moved[rows][:, places]
+                mine = moved if len(members) == len(clients) else moved[rows]
+                values = mine if places is None else mine[:, places]
                 enclose = self.own_masks and members[0] not in self.state.given
                 ns = self.population.sizes[members].tolist()
                 replies = self.channel.up(
@@ -267,7 +347,10 @@ class Federated:
         if effort.trained:
             by_block = {name: value / effort.trained for name, value in effort.drift_by_block.items()}
             record |= {"drift": state.drift, "drift_by_block": by_block}
-        return record | {"lr": rate, "cohort": cohort, "replies": replies, "refused": dict(reasons)}
+        record |= {"lr": rate, "cohort": cohort, "replies": replies, "refused": dict(reasons)}
+        if self.context.account is not None:
+            record["epsilon"] = self.context.account.spent()
+        return record
 
     def _check(self, record: Mapping[str, Any]) -> None:
         if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
@@ -275,11 +358,10 @@ class Federated:
 
     def _diverged(self, number: int) -> NoReturn:
         name = self.stage.name
-        raise FedsieveError(
+        raise Diverged(
             f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
             f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
-            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm",
-            1,
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm"
         )
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:
@@ -321,15 +403,14 @@ class Federated:
             return
         held = self.feed.take(np.concatenate([population.validation(client) for client in clients]))
         logits = predict(self.task.model, held, self.context.autocast).double()
-        losses, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
-        if not bool(losses.isfinite().all()):
+        loss, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
+        if not bool(loss.isfinite().all()):
             record["client_val_loss"] = math.nan
             return
         ns = population.held[clients].tolist()
-        sums = torch.stack([part.sum(0) for part in torch.stack([losses, correct], 1).split(ns)])
-        replies = self.channel.up("metrics", clients, number - 1, METRICS, sums, Coding("fp64"), ns, fates=fates)
-        good = (reply for reply in replies if not isinstance(reply, MessageError))
-        total, count = sum_over_clients(good, METRICS.size, self.device)
+        sums = [part.sum(0) for part in torch.stack([loss, correct], 1).split(ns)]
+        parts = zip(clients, sums, ns, strict=True)
+        total, count = sum_over_clients(self.channel, "metrics", number - 1, METRICS, parts, Coding("fp64"), fates)
         if count:
             record["client_val_loss"], record["client_val_accuracy"] = (total / count).tolist()
 
@@ -351,10 +432,7 @@ class Federated:
             state.ranks = scores[mask.indices()]
         if old is not None:
             new = mask.indices().to(self.device)
-            state.server = {
-                name: carried(values, old, new, self.settings.server.tau**2 if name == "second" else 0.0)
-                for name, values in state.server.items()
-            }
+            state.server = after_new_mask(self.settings.server, state.server, old, new)
         self._use(mask)
         self.context.keep_mask("" if generation == 0 else f"round-{state.round + 1}", mask)
 
@@ -368,6 +446,8 @@ class Federated:
         self._set_moved(mask if mask is not None and moved == mask else moved)
         self._spans = _block_spans(self.space, self.support)
         self.executor, self.tiers = None, {}
+        if self.context.account is not None:
+            self.context.say(self.context.account.outlook(self.stage.name, self._k))
         if self.settings.correction.kind == "scaffold" and self.state.control is None:
             self.state.control = torch.zeros(self._k, dtype=self.theta.dtype, device=self.device)
 
@@ -388,6 +468,19 @@ class Federated:
             assert self.sieve is not None and self.state.ranks is not None
             self.tiers = nested_tiers(self.context, self.sieve, self.mask, self.state.ranks)
         return self.tiers[density]
+
+    def _segments(self, clients: Sequence[int]) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """Places among the k trained weights with the clients that hold them, from what all hold to what few do."""
+        densities = {client: self.population.device(client).density for client in clients}
+        before = torch.zeros(self._k, dtype=torch.bool)
+        for density in sorted(set(densities.values())):
+            holders = [client for client in clients if densities[client] >= density]
+            tier = self._tier(next(client for client in clients if densities[client] == density))
+            held = torch.ones_like(before)
+            if tier is not None and self.mask is not None:
+                held = tier.to_bool()[self.mask.indices()]
+            yield (held & ~before).nonzero().flatten().numpy(), holders
+            before = held
 
     def _make_masks(self, clients: Sequence[int]) -> None:
         """Have newcomers calibrate masks of their own, on their own images and the weights that they received."""
@@ -615,7 +708,7 @@ class Effort:
 
         A client that went astray is left out; its message will be refused.
         """
-        squares = torch.stack([moved[:, first:last].double().square().sum(1) for _, first, last in spans])
+        squares = torch.stack([_squares(moved, first, last) for _, first, last in spans])
         sound = squares.sum(0).isfinite() & sums.isfinite().all(1)
         squares = squares[:, sound]
         loss, correct, images = sums[sound].sum(0).tolist()
@@ -629,6 +722,13 @@ class Effort:
             self.drift_by_block[name] = self.drift_by_block.get(name, 0.0) + distance
         self.drift += drift
         self.trained += squares.shape[1]
+
+
+def _squares(moved: Tensor, first: int, last: int) -> Tensor:
+    """The sum of squares of columns first to last of (clients, k), in float64."""
+    return torch.stack(
+        [moved[:, part].double().square().sum(1) for part in pieces(last - first, moved.device, first)]
+    ).sum(0)
 
 
 def _block_spans(space: ParamSpace, support: Tensor | None) -> list[tuple[str, int, int]]:

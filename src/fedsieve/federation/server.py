@@ -29,6 +29,23 @@ def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Ten
     return lr * first / (second.sqrt() + settings.tau)
 
 
+def after_new_mask(settings: Server, state: State, old: Tensor, new: Tensor) -> State:
+    """The buffers for the weights `new`, given those for `old`: what is known of a weight goes with it.
+
+    `momentum_correction` says how much of the momentum does: the more the mask changed, the less old steps may count.
+    """
+    if settings.momentum_correction == "reset":
+        return {}
+    state = {
+        name: carried(values, old, new, settings.tau**2 if name == "second" else 0.0) for name, values in state.items()
+    }
+    if settings.momentum_correction == "scale":
+        share = torch.isin(new, old).double().mean().item()
+        for name in {"momentum", "first"} & set(state):
+            state[name] *= share
+    return state
+
+
 def carried(values: Tensor, old: Tensor | None, new: Tensor | None, fill: float = 0.0) -> Tensor:
     """Values of the places `old` (ascending; None: all) as values of the places `new`; `fill` where there were none."""
     if new is None or old is None:

@@ -97,11 +97,11 @@ class Stack:
         ]
         return torch.cat(taken, 1)
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """The network's outputs for inputs (clients * batch, ...), client after client."""
+    def __call__(self, inputs: Tensor, network: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The network's outputs for inputs (clients * batch, ...), client after client; `network` is the plain model, if given."""
         with self._patched():
             if not self.raw:
-                return self.network(inputs)
+                return (network or self.network)(inputs)
             return functional_call(self.model, self._spread(len(inputs) // self.clients), (inputs,))
 
     def _spread(self, batch: int) -> dict[str, Tensor]:
@@ -164,7 +164,8 @@ class Stack:
                 generator = torch.Generator().manual_seed(number)
                 noise = torch.randn(leaf.shape, generator=generator).to(leaf)
                 leaf.add_(noise * (0.1 * leaf.abs().mean() + 0.01))
-            together = self(torch.cat([inputs] * self.clients)).view(self.clients, len(inputs), -1)
+            # Not compiled: that would take as long as for training, and serve nothing else.
+            together = self(torch.cat([inputs] * self.clients), self.model).view(self.clients, len(inputs), -1)
             for client in {0, self.clients - 1}:
                 own = {
                     name: leaf[client].to(self.model.get_parameter(name).dtype) for name, leaf in self.leaves.items()

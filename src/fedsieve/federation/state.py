@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment
+from fedsieve.federation.channel import Channel
 from fedsieve.federation.population import Population
 from fedsieve.federation.store import ClientStore
 from fedsieve.federation.team import Team
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.dp import Account
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.replay import Speed
 from fedsieve.wire.ledger import Ledger
@@ -45,6 +47,7 @@ class ServerState:
     chosen: dict[str, float] = field(default_factory=dict)
     calibration_seconds: float = 0.0
     seconds: float = 0.0
+    simulated_seconds: float = 0.0  # that the server would have waited for clients
     clients_at_once: int | None = None
     done: bool = False
 
@@ -103,9 +106,15 @@ class Context:
     executor: str  # of one process: sequential or stacked
     ledger: Ledger
     store: ClientStore
+    account: Account | None = None  # under differential privacy
     say: Callable[[str], None] = lambda _: None
     keep_mask: Callable[[str, Mask], None] = lambda *_: None  # a name without the stage's, and a new mask
     team: Team | None = None  # the ranks that share the work; None: this process is alone
+
+    def channel(self, stage: str, device: torch.device) -> Channel:
+        """The wire of one stage."""
+        experiment = self.experiment
+        return Channel(self.ledger, experiment.seed, stage, device, experiment.privacy, self.account)
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
         """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""

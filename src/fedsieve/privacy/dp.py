@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy.special import ndtri
 from torch import Tensor
 
+from fedsieve.config import Experiment, Noised
 from fedsieve.errors import FedsieveError
 
 INTERVAL = 2e-4  # between privacy losses that are told apart; the account errs upwards only
@@ -43,7 +44,7 @@ def load_or_make_key(path: Path, resumed: bool = False) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
         with os.fdopen(handle, "wb") as file:
-            file.write(os.urandom(32))
+            file.write(new_key())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -53,6 +54,16 @@ def load_or_make_key(path: Path, resumed: bool = False) -> bytes:
     if len(key) != 32:
         raise FedsieveError(f"{path}: not a key: {len(key)} bytes instead of 32", 1)
     return key
+
+
+def new_key() -> bytes:
+    """From the operating system."""
+    return os.urandom(32)
+
+
+def bound_key(key: bytes, mark: str) -> bytes:
+    """A key for one set of settings: with others, the same noise could be taken off by subtracting two runs' weights."""
+    return hashlib.blake2b(mark.encode(), key=key, digest_size=32).digest()
 
 
 def uniform(key: bytes, count: int, purpose: str, *address: int | str) -> np.ndarray:
@@ -95,14 +106,18 @@ def expected_ratio(sigma: float, rate: float, clients: int, k: int) -> float:
     return sigma * math.sqrt(k) / (rate * clients)
 
 
-def warning(ratio: float) -> str | None:
-    """What to say of an expected noise-to-clip ratio before training; nothing up to 1."""
+def outlook(stage: str, sigma: float, rate: float, clients: int, k: int) -> str:
+    """What to say before training of the noise of a stage that trains k weights, and of what would help against it."""
+    ratio = expected_ratio(sigma, rate, clients, k)
+    text = (
+        f"{stage}: noise of {sigma:.3g} times the clip norm on each sum; on a round's mean update of {k:,} values it is "
+        f"expected to be {ratio:.3g} times as long as the longest update"
+    )
     if ratio <= 1:
-        return None
+        return text
     return (
-        f"privacy.dp: the noise on a round's mean update is about {ratio:.3g} times as long as the longest update. To "
-        f"bring it down to that takes {ratio:.3g} times as many clients a round, or a mask of 1/{ratio**2:.3g} of the "
-        "density; more clients in all, fewer rounds and a larger epsilon also help"
+        f"{text}. Warning: that is more noise than signal. To bring it to 1 takes {ratio:.3g} times as many clients a round, "
+        f"or a mask of {100 / ratio**2:.2g} % of the density; more clients in all, fewer rounds and a larger epsilon also help"
     )
 
 
@@ -155,6 +170,75 @@ def noise_for(epsilon: float, delta: float, rate: float, rounds: int, others: Se
         middle = math.sqrt(low * high)
         low, high = (middle, high) if spent(middle, rate, rounds, delta, others) > epsilon else (low, middle)
     return high
+
+
+def planned(experiment: Experiment) -> tuple[int, list[Release]]:
+    """All that an experiment will give out: so many rounds of updates, and sums of scores and statistics."""
+    dp, rounds, releases = experiment.privacy.dp, 0, list[Release]()
+    assert dp is not None
+    for stage in experiment.stages:
+        if stage.method == "ridge":
+            assert dp.statistics is not None
+            releases.append(Release(dp.statistics.noise_multiplier))
+            continue
+        rounds += stage.length
+        sieve = experiment.mask_of(stage)
+        if sieve is not None and sieve.scored and sieve.scope == "shared":
+            assert dp.scores is not None
+            masks = 1 + (stage.length - 1) // sieve.refresh if sieve.refresh else 1
+            releases.append(Release(dp.scores.noise_multiplier, times=masks * sieve.calibration_rounds))
+    return rounds, releases
+
+
+class Account:
+    """What a run has given out so far, and the secret that its noise and its cohorts come from."""
+
+    def __init__(self, experiment: Experiment, rate: float, clients: int, key: bytes, given: Mapping[str, Any]) -> None:
+        """`given` is what `numbers` said when the run was left; empty at its beginning."""
+        assert experiment.privacy.dp is not None
+        self.settings, self.rate, self.clients, self.key = experiment.privacy.dp, rate, clients, key
+        self.rounds: int = given.get("rounds", 0)
+        self.releases = [Release(sigma) for sigma in given.get("releases", [])]
+        self.sigma = sigma_of(experiment, rate)
+
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"rounds": self.rounds, "releases": [release.sigma for release in self.releases]}
+
+    def spent(self) -> float:
+        """The epsilon of all that was given out."""
+        return spent(self.sigma, self.rate, self.rounds, self.settings.delta, self.releases)
+
+    def outlook(self, stage: str, k: int) -> str:
+        """What to expect of the rounds of a stage that trains k weights, before it begins."""
+        return outlook(stage, self.sigma, self.rate, self.clients, k)
+
+    def mean(self, total: Tensor, stage: str, round: int) -> Tensor:
+        """Give out the mean update of a round, from the sum of its clipped updates."""
+        self.rounds += 1
+        return noisy_mean(total, self.sigma, self.settings.clip_norm, self.rate, self.clients, self.key, stage, round)
+
+    def total(self, parts: Iterable[Tensor], k: int, settings: Noised) -> Tensor:
+        """Give out a sum over all clients, each of whose parts (k,) is shortened first."""
+        total: Tensor | None = None
+        for part in parts:
+            mine = clipped(part, settings.clip_norm)
+            total = mine if total is None else total + mine
+        self.releases.append(Release(settings.noise_multiplier))
+        deviation = settings.noise_multiplier * settings.clip_norm
+        total = torch.zeros(k, dtype=torch.float64) if total is None else total
+        return noisy(total, deviation, self.key, "release", len(self.releases))
+
+
+def sigma_of(experiment: Experiment, rate: float) -> float:
+    """The noise of an experiment's rounds, by the clip norm: as given, or as its epsilon allows."""
+    dp = experiment.privacy.dp
+    assert dp is not None
+    if dp.noise_multiplier is not None:
+        return dp.noise_multiplier
+    assert dp.epsilon is not None
+    rounds, releases = planned(experiment)
+    return noise_for(dp.epsilon, dp.delta, rate, rounds, releases)
 
 
 @lru_cache(maxsize=8)

@@ -5,7 +5,7 @@
     phase        server to client                       client to server
     0 advertise  threshold, width, count                two public keys: for shares, for pads
     1 share      everyone's public keys                 a commitment; shares of its own secrets, encrypted for each peer
-    2 pad        the shares meant for this client       values + self-pad + pads of the pairs, in Z_2^b
+    2 pad        the shares meant for this client       whose pads it uses; values + self-pad + these pads, in Z_2^b
     3 reveal     whose values arrived                   shares: of these the self-pad's seed, of the rest the pad key
 
 Pads of pairs cancel in the sum. A client may vanish before any phase; those whose values arrived are in the sum, exactly.
@@ -13,9 +13,10 @@ Whose key was revealed has its self-pad, whose self-pad was revealed has its key
 """
 
 import hashlib
+import math
 import os
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ _TERMS = struct.Struct("<IBI")  # threshold, bytes of a value, values
 _KEYS = struct.Struct(f"<I{KEY}s{KEY}s")  # client, its public keys
 _SEALED = struct.Struct(f"<I{NONCE + SEED + KEY + TAG}s")  # client, its encrypted share
 _SURVIVOR = struct.Struct("<I")
-_COMMITMENT = 16  # bytes
+_COMMITMENT = _DIGEST = 16  # bytes
 
 
 class Aborted(FedsieveError):
@@ -139,7 +140,7 @@ class Client:
             key = _pair_pad(self.pad_key, self.keys[peer], self.binding, self.id, peer)
             add_pad(padded, key, 1 if self.id < peer else -1)
         self.shares |= shares
-        return padded.tobytes()
+        return b"".join((_participants(self.binding, self.shares), padded.data))
 
     def _reveal(self, message: bytes, body: memoryview) -> bytes:
         """Give out one of the two shares of every client. The request cannot ask for both: it names survivors only."""
@@ -162,7 +163,10 @@ class Server:
     def __init__(self, clients: Collection[int], threshold: int, bits: int, count: int, round: int = 0) -> None:
         """The sum of `count` values of so many bits over at least `threshold` of the clients, more than half of them."""
         check_threshold(threshold, len(set(clients)))
-        if not 0 <= min(clients) <= max(clients) < SERVER or max(round, OVERHEAD + count * bits // 8) >= 2**32:
+        if (
+            not 0 <= min(clients) <= max(clients) < SERVER
+            or max(round, OVERHEAD + _DIGEST + count * bits // 8) >= 2**32
+        ):
             raise FedsieveError(f"a header cannot hold these clients, round {round} or {count:,} values")
         self.threshold, self.dtype, self.round = threshold, _dtype(bits), round
         self.session, self.phase = os.urandom(16), -1
@@ -189,7 +193,11 @@ class Server:
             for at in (0, KEY):  # a key that nobody can use would stop everyone later
                 agree(new_key(), bytes(body[at : at + KEY]))
         if self.phase == 2:
-            self._sum += np.frombuffer(body, self.dtype)
+            if body[:_DIGEST] != _participants(self.binding, self.sealed):  # whose pads would not cancel
+                raise MessageError(
+                    "participants", f"client {client} padded its values for others than those who take part"
+                )
+            self._sum += np.frombuffer(body[_DIGEST:], self.dtype)
         self.answers[client] = b"" if self.phase == 2 else bytes(body)
 
     def next(self) -> dict[int, bytes]:
@@ -260,7 +268,7 @@ class Server:
         return (
             2 * KEY,
             _COMMITMENT + (len(self.keys) - 1) * (_SEALED.size - 4),
-            self._sum.nbytes,
+            _DIGEST + self._sum.nbytes,
             len(self.survivors) * SEED + (len(self.sealed) - len(self.survivors)) * KEY,
         )[self.phase]
 
@@ -269,12 +277,13 @@ class Server:
 
 
 class Sent(NamedTuple):
-    """A message of a secure sum, as long as it was on the wire."""
+    """A message of a secure sum, as long as it was on the wire; `status` is "ok", or why it was refused."""
 
     client: int
     direction: Direction
     phase: str
     size: int
+    status: str = "ok"
 
 
 class SecureSum(NamedTuple):
@@ -286,12 +295,17 @@ class SecureSum(NamedTuple):
 
 
 def secure_sum(
-    inputs: Mapping[int, np.ndarray], threshold: int, drops: Mapping[int, int] | None = None, round: int = 0
+    inputs: Mapping[int, np.ndarray],
+    threshold: int,
+    drops: Mapping[int, int] | None = None,
+    round: int = 0,
+    deliver: Callable[[int, int, bytes], bytes] = lambda client, phase, answer: answer,
 ) -> SecureSum:
     """The sum of the clients' unsigned vectors, with all parties in this process and every message as bytes.
 
-    A client in `drops` vanishes before its answer of that phase, 0 to 3; from 3 on its values are in the sum. With fewer
-    than `threshold` left the sum is `Aborted`.
+    A client in `drops` vanishes before its answer of that phase, 0 to 3; from 3 on its values are in the sum. `deliver`
+    takes a client's answer in a phase and gives what arrives of it, or refuses it itself (`MessageError`); whose answer
+    is refused is out. With fewer than `threshold` left the sum is `Aborted`.
     """
     drops, traffic = drops or {}, list[Sent]()
     first = next(iter(inputs.values()))
@@ -303,14 +317,29 @@ def secure_sum(
             for client, message in messages.items():
                 traffic.append(Sent(client, "down", PHASES[phase], len(message)))
                 if drops.get(client, len(PHASES)) > phase:
-                    answer = clients[client].reply(message)
-                    traffic.append(Sent(client, "up", PHASES[phase], len(answer)))
-                    server.receive(client, answer)
+                    answer, status = clients[client].reply(message), "ok"
+                    try:
+                        server.receive(client, deliver(client, phase, answer))
+                    except MessageError as error:
+                        status = error.reason
+                    traffic.append(Sent(client, "up", PHASES[phase], len(answer), status))
     except Aborted as aborted:
         aborted.traffic = traffic
         raise
     assert server.total is not None
     return SecureSum(server.survivors, server.total, traffic)
+
+
+def bytes_of(clients: int, values: int) -> tuple[int, int]:
+    """Bytes up and down of one client in a sum of so many, all of whom stay, with `values` bytes of values."""
+    up = 4 * OVERHEAD + 2 * KEY + _COMMITMENT + (clients - 1) * (_SEALED.size - 4) + _DIGEST + values + clients * SEED
+    down = 4 * OVERHEAD + _TERMS.size + clients * _KEYS.size + (clients - 1) * _SEALED.size + clients * _SURVIVOR.size
+    return up, down
+
+
+def threshold_of(share: float, clients: int) -> int:
+    """How many of so many clients must stay: a share of them, rounded up, and always a majority."""
+    return max(2, clients // 2 + 1, math.ceil(share * clients - 1e-9))
 
 
 def check_threshold(threshold: int, clients: int) -> None:
@@ -340,6 +369,11 @@ def _self_pad(seed: bytes, binding: bytes, client: int) -> bytes:
 def _commitment(seed: bytes, binding: bytes, client: int) -> bytes:
     """What shows that a seed was put together rightly, and nothing else of it."""
     return derive(seed, b"commitment", binding, client, client)
+
+
+def _participants(binding: bytes, clients: Collection[int]) -> bytes:
+    """Stands for the clients whose shares were passed on, and so for the pairs that have pads."""
+    return hashlib.sha256(binding + b"".join(map(_SURVIVOR.pack, sorted(clients)))).digest()[:_DIGEST]
 
 
 def _pair_pad(key: bytes, peer_key: bytes, binding: bytes, client: int, peer: int) -> bytes:

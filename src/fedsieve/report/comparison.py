@@ -1,7 +1,11 @@
-"""The page that sets runs side by side: seeds of one config as one line, and by name whatever has no result."""
+"""The page that sets runs side by side: seeds of one config as one line, how far their differences can be trusted, and by
+name whatever has no result."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,17 @@ import numpy as np
 from fedsieve.errors import FedsieveError
 from fedsieve.report import figures
 from fedsieve.report.folder import RunFolder, read_run
-from fedsieve.report.html import figure, flatten, render, save, tick
+from fedsieve.report.html import duration, figure, flatten, render, save, text, tick
+from fedsieve.report.intervals import Interval, matched, paired, unpaired
 from fedsieve.report.traffic import of_dense, read_traffic, so_far
 
 # What may differ between runs that are still repeats of one another.
-INCIDENTAL = ("name", "seed", "tracking", "checkpoint", "data.cache")
+INCIDENTAL = ("name", "seed", "device", "tracking", "checkpoint", "data.cache", "data.placement")
+EVERY_PAIR = 12  # up to so many experiments each is compared with each
+DRAWN = 30  # differences in the picture
+FAR = 20  # times longer than another run: on a log scale
+MEASURES = {"test_accuracy": "test accuracy", "validation": "validation accuracy"}
+Curve = tuple[int, np.ndarray, np.ndarray]  # number of the group, x, y
 
 
 @dataclass(frozen=True)
@@ -30,12 +40,12 @@ class Group:
         return len(self.runs)
 
     def mean(self, field: str) -> float | None:
-        values = self._values(field)
+        values = self.values(field)
         return float(values.mean()) if len(values) else None
 
     def spread(self, field: str) -> float | None:
         """Standard deviation over the seeds; one seed has none."""
-        values = self._values(field)
+        values = self.values(field)
         return float(values.std(ddof=1)) if len(values) > 1 else None
 
     @property
@@ -49,72 +59,206 @@ class Group:
         known = [share for share in shares if share is not None]
         return sum(known) / len(known) if known and len(known) == len(shares) else None
 
-    def _values(self, field: str) -> np.ndarray:
+    def values(self, field: str) -> np.ndarray:
+        """A field of the summaries, for every run in turn."""
         values = [
             reduce(lambda part, name: getattr(part, name, None), field.split("."), run.summary) for run in self.runs
         ]
         # A mean over some of the seeds would pass for one over all of them.
         return np.array([] if None in values else values, dtype=np.float64)
 
+    def by_seed(self, field: str) -> dict[int, float]:
+        return dict(zip((run.experiment.seed for run in self.runs), self.values(field).tolist(), strict=False))
 
-def write_comparison(folders: list[Path], out: Path) -> Path:
-    """Writes the page comparing the run folders to `out` (a .html file, or a folder for comparison.html)."""
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one group's accuracy lies above another's, as fractions."""
+
+    one: Group
+    two: Group
+    value: float
+    interval: Interval | None
+    over: str  # what the interval is over, or why there is none
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves no doubt about the sign."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side, best first."""
+
+    groups: list[Group]
+    missing: list[tuple[str, str]]  # folder, reason
+    measure: str  # what they are ordered and compared by
+
+    @property
+    def judged(self) -> list[Group]:
+        return [group for group in self.groups if group.mean(self.measure) is not None]
+
+    @cached_property
+    def behind(self) -> list[Difference]:
+        """Of every other group to the best."""
+        return [difference(group, self.judged[0], self.measure) for group in self.judged[1:]]
+
+
+def compare(folders: list[Path]) -> Comparison:
+    """Read the runs in these folders, which may be run folders, or folders of them."""
     if not folders:
         raise FedsieveError("comparison: no run folders given. Name at least one, such as runs/first runs/second")
-    runs, missing = _read(folders)
+    runs, missing = _read(find_runs(folders))
     groups = _group(runs)
-    keys = _differences(groups)
-    lines = {metric: _lines(groups, metric) for metric in ("accuracy", "loss")}
-    units = sorted({run.unit for run in runs})
+    tested = [group for group in groups if group.mean("test_accuracy") is not None]
+    return Comparison(groups, missing, "test_accuracy" if tested or not groups else "validation")
+
+
+def find_runs(folders: list[Path]) -> list[Path]:
+    """Run folders, where some may be named by the folder, or the sweep, that they lie in."""
+    found = []
+    for folder in folders:
+        inside = sorted(file.parent for where in ("*", "trials/*") for file in folder.glob(f"{where}/config.yaml"))
+        found += inside if inside and not (folder / "config.yaml").exists() else [folder]
+    return found
+
+
+def difference(one: Group, two: Group, measure: str) -> Difference:
+    """One minus two, by seeds in pairs where two or more are shared, by seeds apart where both have several.
+
+    A single seed says nothing of other seeds; then the interval is over the test images that both answered, if they did.
+    """
+    a, b = one.by_seed(measure), two.by_seed(measure)
+    shared = sorted(a.keys() & b.keys())
+    if len(shared) > 1:
+        pairs = [a[seed] for seed in shared], [b[seed] for seed in shared]
+        value = float(np.mean(pairs[0]) - np.mean(pairs[1]))
+        return Difference(one, two, value, paired(*pairs), f"{len(shared)} seeds, in pairs")
+    value = float(np.mean(list(a.values())) - np.mean(list(b.values())))
+    if len(a) > 1 and len(b) > 1:
+        interval = unpaired(list(a.values()), list(b.values()))
+        return Difference(one, two, value, interval, f"{len(a)} and {len(b)} seeds, apart")
+    seeds = (shared[0], shared[0]) if shared else (min(a), min(b))
+    first, second = (
+        next(run.predictions for run in group.runs if run.experiment.seed == seed)
+        for group, seed in zip((one, two), seeds, strict=True)
+    )
+    same = first and second and np.array_equal(first.labels, second.labels)
+    if not (first and second and same and measure == "test_accuracy"):
+        return Difference(one, two, value, None, "one seed: no interval")
+    right, other = (found.predicted == found.labels for found in (first, second))
+    only, lost = int((right & ~other).sum()), int((~right & other).sum())
+    n = len(right)
+    named = f"seed {seeds[0]}" if shared else f"seeds {seeds[0]} and {seeds[1]}"
+    return Difference(one, two, (only - lost) / n, matched(only, lost, n), f"{n:,} test images, {named}")
+
+
+def write_comparison(folders: list[Path] | Comparison, out: Path) -> Path:
+    """Writes the page comparing the run folders to `out` (a .html file, or a folder for comparison.html)."""
+    found = folders if isinstance(folders, Comparison) else compare(folders)
+    groups = found.groups
+    units = sorted({run.unit for group in groups for run in group.runs})
     below = " or ".join(units) or "epoch"
-    drawn = {
-        f"validation {metric}": figures.overlay(shown, _axis(metric), below) for metric, shown in lines.items() if shown
-    }
-    if by_bytes := _by_bytes(groups):
-        drawn["validation accuracy by bytes"] = figures.overlay(by_bytes, _axis("accuracy"), "bytes sent so far", tick)
+    drawings, without = _curves(groups, below)
+    told = [row for row in found.behind if row.interval]
+    if told:
+        drawings["differences"] = figures.differences(
+            [row.one.label for row in told[:DRAWN]],
+            [(100 * row.value, 100 * row.interval[0], 100 * row.interval[1]) for row in told[:DRAWN] if row.interval],
+            f"difference in {MEASURES[found.measure]} to {found.judged[0].label}, points",
+        )
+    pairs = []
+    if 2 < len(found.judged) <= EVERY_PAIR:
+        pairs = [difference(one, two, found.measure) for one, two in combinations(found.judged, 2)]
     page = render(
         "comparison.html",
         groups=groups,
-        missing=missing,
-        keys=keys,
-        absent="–",
+        missing=found.missing,
+        measure=MEASURES[found.measure],
+        settings=settings_that_differ(groups),
         below=below,
+        behind=found.behind,
+        told=told,
+        pairs=pairs,
+        best=found.judged[0] if found.judged else None,
         pens=[figures.pen(number) for number in range(len(groups))],
-        curves={name: figure(svg, f"{name} of every run by {below}") for name, svg in drawn.items()},
-        without_curve=[
-            group.label for number, group in enumerate(groups) if number not in {n for n, _, _ in lines["accuracy"]}
-        ],
+        curves={name: figure(svg, name) for name, svg in drawings.items()},
+        without_curve=without,
     )
     return save(out if out.suffix == ".html" else out / "comparison.html", page)
 
 
-def _axis(metric: str) -> str:
-    return f"validation {metric}" + ", %" * (metric == "accuracy")
+# --- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _lines(groups: list[Group], metric: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """A line (number of the group, epochs or rounds, values) for every run, of what was evaluated."""
+def _curves(groups: list[Group], below: str) -> tuple[dict[str, str], list[str]]:
+    """Validation of every run by epoch or round, by bytes and by seconds, and the groups that have none."""
+    drawn: dict[str, str] = {}
+    accuracy = _lines(groups, "accuracy", lambda run: figures.column(run.records, "index"))
+    if accuracy:
+        drawn[f"validation accuracy by {below}"] = _overlay(groups, accuracy, "validation accuracy, %", below)
+    if loss := _lines(groups, "loss", lambda run: figures.column(run.records, "index")):
+        drawn[f"validation loss by {below}"] = _overlay(groups, loss, "validation loss", below)
+    sent = _lines(groups, "accuracy", lambda run: so_far(run.records, read_traffic(run)).astype(np.float64))
+    if sent:
+        drawn["validation accuracy by bytes"] = _overlay(
+            groups, sent, "validation accuracy, %", "bytes sent so far", tick
+        )
+    if timed := _lines(groups, "accuracy", _seconds):
+        ends = [x[-1] for _, x, _ in timed]
+        far = max(ends) > FAR * min(ends)
+        drawn["validation accuracy by seconds"] = _overlay(
+            groups,
+            timed,
+            "validation accuracy, %",
+            "time so far" if far else "seconds so far",
+            (lambda value: duration(value).replace(".0 ", " ")) if far else None,
+        )
+    shown = {number for number, _, _ in accuracy}
+    return drawn, [group.label for number, group in enumerate(groups) if number not in shown]
+
+
+def _seconds(run: RunFolder) -> np.ndarray:
+    return np.nancumsum(figures.column(run.records, "seconds"))
+
+
+def _lines(groups: list[Group], metric: str, along: Callable[[RunFolder], np.ndarray]) -> list[Curve]:
+    """A line for every run, of what was evaluated: accuracies in per cent."""
     found = []
     for number, group in enumerate(groups):
         for run in group.runs:
-            rows = [row for row in run.records if row.get(f"val_{metric}") is not None]
-            values = figures.column(rows, f"val_{metric}")
-            if np.isfinite(values).any():
-                found.append((number, figures.column(rows, "index"), values * (100 if metric == "accuracy" else 1)))
-    return found
-
-
-def _by_bytes(groups: list[Group]) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """A line (number of the group, bytes sent so far, validation accuracy in per cent) for every federated run."""
-    found = []
-    for number, group in enumerate(groups):
-        for run in group.runs:
-            sums = so_far(run.records, read_traffic(run))
-            accuracy = 100 * figures.column(run.records, "val_accuracy")
-            shown = np.isfinite(accuracy) & (sums > 0)
+            values = figures.column(run.records, f"val_{metric}")
+            if not np.isfinite(values).any():
+                values = figures.column(run.records, f"client_val_{metric}")
+            x = along(run) if len(values) else values
+            shown = np.isfinite(values) & (x > 0)
             if shown.any():
-                found.append((number, sums[shown], accuracy[shown]))
+                found.append((number, x[shown], values[shown] * (100 if metric == "accuracy" else 1)))
     return found
+
+
+def _overlay(
+    groups: list[Group],
+    lines: list[Curve],
+    label: str,
+    below: str,
+    amount: Callable[[float], str] | None = None,
+) -> str:
+    """Groups of several seeds as their mean, with the seeds behind it."""
+    means, seeds = [], []
+    for number in range(len(groups)):
+        own = [(x, y) for mine, x, y in lines if mine == number]
+        if not own:
+            continue
+        length = min(len(x) for x, _ in own)  # a seed may have stopped early
+        x, y = (np.mean([part[axis][:length] for part in own], axis=0) for axis in (0, 1))
+        means.append((number, x, y))
+        seeds += [(number, *part) for part in own if len(own) > 1]
+    return figures.overlay(means, label, below, amount, seeds)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _read(folders: list[Path]) -> tuple[list[RunFolder], list[tuple[str, str]]]:
@@ -140,8 +284,8 @@ def _read(folders: list[Path]) -> tuple[list[RunFolder], list[tuple[str, str]]]:
     return runs, missing
 
 
-def _config(run: RunFolder) -> dict[str, Any]:
-    tree = flatten(run.experiment.model_dump(mode="json"))
+def _config(run: RunFolder, exclude_defaults: bool = False) -> dict[str, Any]:
+    tree = flatten(run.experiment.model_dump(mode="json", exclude_defaults=exclude_defaults))
     return {key: value for key, value in tree.items() if not any(f"{key}.".startswith(f"{i}.") for i in INCIDENTAL)}
 
 
@@ -155,10 +299,31 @@ def _group(runs: list[RunFolder]) -> list[Group]:
     for name, members in zip(names, by_config.values(), strict=True):
         label = name if names.count(name) == 1 else f"{name} ({members[0].path})"
         groups.append(Group(label, _config(members[0]), sorted(members, key=lambda run: run.experiment.seed)))
-    return sorted(groups, key=lambda group: -(group.mean("test_accuracy") or 0.0))
+    return sorted(
+        groups,
+        key=lambda group: tuple(-math.inf if (m := group.mean(f)) is None else m for f in MEASURES),
+        reverse=True,
+    )
 
 
-def _differences(groups: list[Group]) -> list[str]:
-    """The dotted paths whose values are not the same everywhere, in the order of the configs."""
+def settings_that_differ(groups: list[Group]) -> dict[str, list[str]]:
+    """What each group has where not all have the same, by dotted path, in the order of the configs.
+
+    Of a section that some have not, such as a federation, only what is not as it would be by default.
+    """
     keys = dict.fromkeys(key for group in groups for key in group.config)
-    return [key for key in keys if len({repr(group.config.get(key, ...)) for group in groups}) > 1]
+    chosen = {key for group in groups for key in _config(group.runs[0], exclude_defaults=True)}
+    differing = [
+        key
+        for key in keys
+        if len({repr(group.config.get(key, ...)) for group in groups}) > 1
+        and (key in chosen or all(key in group.config for group in groups))
+    ]
+    shown = [key for key in differing if not any(other.startswith(f"{key}.") for other in differing)]
+    return {key: [_setting(group, key) for group in groups] for key in shown}
+
+
+def _setting(group: Group, key: str) -> str:
+    if key in group.config:
+        return text(group.config[key])
+    return "by default" if any(other.startswith(f"{key}.") for other in group.config) else "–"

@@ -12,9 +12,11 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
+from fedsieve.config import Privacy
 from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.overlap import expected_jaccard, jaccard
+from fedsieve.privacy.secagg import PHASES
 from fedsieve.report.figures import (
     BLUE,
     GREEN,
@@ -47,6 +49,8 @@ REASONS = {
     "late": "the reply came after the deadline",
     "too few replies": "the round had too few good replies to count",
     "not finite": "the reply held values that are not finite",
+    "aborted": "too few clients stayed for a secure sum: it was given up, and nothing of it was revealed",
+    "pads remain": "another client did not answer, so that the pads did not cancel",
 }
 DAMAGED = "the reply was damaged on its way"
 
@@ -88,6 +92,7 @@ class Federation:
     reached: list[Reached] = field(default_factory=list)
     measure: str = "validation"  # the accuracy that `reached` and `steady` are of
     steady: tuple[int, float, float] | None = None  # evaluated rounds at the end, mean and deviation of their accuracy
+    trust: dict[str, Any] | None = None
     refused: list[tuple[str, str, int, float]] = field(default_factory=list)  # reason, meaning, replies, share
     overlaps: list[dict[str, Any]] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
@@ -123,6 +128,7 @@ def describe_federation(run: RunFolder, masks: Mapping[str, StageMasks]) -> Fede
     _convergence(run, view)
     _drift(run, view)
     _refusals(run, view)
+    _trust(run, view)
     if run.clients is not None:
         _holdings(run, run.clients, view)
         _served(run, run.clients, view)
@@ -289,6 +295,34 @@ def drift_map(values: np.ndarray, blocks: Sequence[str], index: np.ndarray) -> F
     axes.grid(False)
     axes.set(xlabel="round", ylabel="block")
     return figure
+
+
+# --- trust -----------------------------------------------------------------------------------------------------------
+
+
+def _trust(run: RunFolder, view: Federation) -> None:
+    """What the server learnt of single clients, and what hostile ones could do."""
+    privacy, settings = run.experiment.privacy, run.experiment.federation
+    assert settings is not None
+    rows = [row for row in run.records if isinstance(row.get("epsilon"), (int, float))]
+    if privacy == Privacy() and settings.aggregator.kind == "mean" and settings.attack is None:
+        return
+    phases: dict[tuple[str, str], dict[str, int]] = {}  # bytes by what was summed and phase, up and down
+    for kind in (kind for part in view.traffic for kind in part.kinds):
+        what, _, phase = kind.what.rpartition(".")
+        if phase in PHASES:
+            phases.setdefault((what, phase), {"up": 0, "down": 0})[kind.direction] += kind.bytes
+    if rows:
+        view.draw("epsilon", by_index(rows, "epsilon", "epsilon spent", height=PANEL[1]), "epsilon spent by round")
+    view.trust = {
+        "privacy": privacy,
+        "aggregator": settings.aggregator.kind,
+        "attack": settings.attack,
+        "hostile": run.summary.privacy.get("hostile") if run.summary else None,
+        "epsilon": rows[-1]["epsilon"] if rows else None,
+        "phases": [(what, phase, sums["up"], sums["down"]) for (what, phase), sums in phases.items()],
+        "aborted": sum(isinstance(row.get("refused"), dict) and "aborted" in row["refused"] for row in run.records),
+    }
 
 
 # --- clients ---------------------------------------------------------------------------------------------------------

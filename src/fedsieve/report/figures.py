@@ -18,7 +18,7 @@ from scipy.stats import chi2
 
 P = ParamSpec("P")
 
-INK, MUTED, GRID = "#3b434d", "#76808c", "#e1e5ea"
+INK, MUTED, GRID, CARD = "#3b434d", "#76808c", "#e1e5ea", "#fefefe"
 BLUE, ORANGE, GREEN, RED = "#4178d6", "#d9772b", "#2e9e6b", "#d64550"
 SERIES = [BLUE, ORANGE, GREEN, "#8f63d2", RED, "#1f9aa8", "#c9569c", "#9a8433"]
 STYLE: dict[Any, Any] = {
@@ -73,7 +73,7 @@ def drawn(draw: Callable[P, Figure]) -> Callable[P, str]:
 def inline(svg: str, label: str) -> str:
     """The SVG for the inside of a page: its ink follows the page's colours, and `label` is read to those who listen."""
     svg = svg[svg.index("<svg") :]
-    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--line")):
+    for colour, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--line"), (CARD, "--card")):
         svg = svg.replace(colour, f"var({variable})")
     quoted = label.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{quoted}" ', 1)
@@ -153,13 +153,16 @@ def overlay(
     label: str,
     below: str = "epoch",
     amount: Callable[[float], str] | None = None,
+    faint: Sequence[tuple[int, np.ndarray, np.ndarray]] = (),
 ) -> Figure:
     """Lines (number, x, y) in one panel; the page's legend names the numbers, each drawn in its `pen`.
 
-    `below` names what x counts; with `amount`, which writes its numbers, it has a log scale.
+    `below` names what x counts; with `amount`, which writes its numbers, it has a log scale. `faint` lines lie behind.
     """
     figure = Figure(figsize=PANEL, layout="constrained")
     axes = figure.add_subplot()
+    for number, x, y in faint:
+        axes.plot(x, y, color=pen(number)[0], lw=0.8, alpha=0.4)
     for number, x, y in lines:
         colour, dash = pen(number)
         axes.plot(x, y, color=colour, linestyle=dash, lw=1.4, marker=_marker(x), ms=3)
@@ -171,6 +174,25 @@ def overlay(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(left=0.5)
     axes.set(xlabel=below, ylabel=label)
+    return figure
+
+
+@drawn
+def differences(names: Sequence[str], values: Sequence[tuple[float, float, float]], label: str) -> Figure:
+    """Differences (value, low, high) to what lies at zero, first on top; grey where an interval holds zero."""
+    figure = Figure(figsize=(2 * PANEL[0], 0.7 + 0.27 * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvline(0, color=ORANGE, lw=1.4)
+    for row, (value, low, high) in enumerate(values):
+        colour = MUTED if low <= 0 <= high else BLUE
+        axes.plot([low, high], [row, row], color=colour, lw=2)
+        axes.plot(value, row, "o", ms=6, color=colour)
+    axes.set_yticks(range(len(names)), [short(name, 40) for name in names], color=INK)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(label)
     return figure
 
 

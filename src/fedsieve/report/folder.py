@@ -71,10 +71,18 @@ class ClientSpread(Spread):
 
 class Summary(Scores):
     device: str | None = None
+    peak_memory: int | None = None  # bytes on a GPU, images included
     images_per_second: float | None = None
     client_accuracy: ClientSpread | None = None  # of the global model
     personal: dict[str, ClientSpread] = {}  # of clients' own models, by method
+    privacy: dict[str, Any] = {}
     stages: dict[str, StageSummary] = {}
+
+    @property
+    def validation(self) -> float | None:
+        """The accuracy that the final weights were chosen by: the server's, or the clients' where it holds no images."""
+        last = list(self.stages.values())[-1:]
+        return self.val_accuracy if self.val_accuracy is not None or not last else last[0].client_val_accuracy
 
 
 @dataclass(frozen=True)
@@ -136,8 +144,11 @@ class RunFolder:
         if self.summary is None:
             damage = [problem for problem in self.problems if problem.startswith("summary.json")]
             return damage[0] if damage else "unfinished: no summary.json yet"
-        accuracy = self.summary.test_accuracy
-        return None if accuracy is not None and math.isfinite(accuracy) else "no test accuracy in summary.json"
+        tested = self.experiment.test
+        accuracy = self.summary.test_accuracy if tested else self.summary.validation
+        if accuracy is not None and math.isfinite(accuracy):
+            return None
+        return f"no {'test' if tested else 'validation'} accuracy in summary.json"
 
     def chosen(self, stage: str) -> int | None:
         """The epoch or round of `stage` whose weights were kept, where one was selected on validation data."""

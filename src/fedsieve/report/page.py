@@ -11,6 +11,7 @@ from fedsieve.report import figures
 from fedsieve.report.federation import describe_federation
 from fedsieve.report.folder import Predictions, RunFolder, StageMasks, StageSummary, read_masks, read_run
 from fedsieve.report.html import TILE, figure, flatten, render, save, tile
+from fedsieve.report.intervals import wilson
 from fedsieve.report.masks import Allocation
 
 WORST_CONFUSIONS = 12
@@ -50,7 +51,7 @@ def write_report(folder: Path) -> Path:
         watched=_watched(run) if any("test_accuracy" in row for row in run.records) else None,
         curves={name: figure(svg, f"{name} by {run.unit}") for name, svg in drawings.items()},
         classes=classes,
-        tiles=_tiles(run.predictions) if run.predictions else [],
+        tiles=tiles(run.predictions) if run.predictions else [],
         environment=flatten(run.environment) if run.environment else {},
         crisp=run.predictions is not None and max(run.predictions.sample_images.shape[2:], default=0) < TILE,
         folder=shlex.quote(run.name),
@@ -102,15 +103,11 @@ def _curves(run: RunFolder) -> dict[str, str]:
 
 
 def _interval(run: RunFolder) -> tuple[float, float] | None:
-    """95 % interval of the test accuracy (Wilson 1927): what another test set of this size could well have said."""
+    """95 % interval of the test accuracy (Wilson): what another test set of this size could well have said."""
     if not run.summary or run.summary.test_accuracy is None or not run.predictions:
         return None
-    p, n, z = run.summary.test_accuracy, len(run.predictions.labels), 1.96
-    if not 0 <= p <= 1:
-        return None
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return middle - half, middle + half
+    p = run.summary.test_accuracy
+    return wilson(p, len(run.predictions.labels)) if 0 <= p <= 1 else None
 
 
 def _classes(predictions: Predictions) -> dict[str, Any]:
@@ -149,7 +146,7 @@ def _classes(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def _tiles(predictions: Predictions) -> list[dict[str, Any]]:
+def tiles(predictions: Predictions) -> list[dict[str, Any]]:
     names = predictions.class_names
     return [
         {

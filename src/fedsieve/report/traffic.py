@@ -16,8 +16,8 @@ from fedsieve.wire.codec import OVERHEAD, Coding
 from fedsieve.wire.values import BITS
 
 # One message of these is what dense FedAvg would send: one to and one from every client in every round.
-EXCHANGES = {"up": ("update", "statistics"), "down": ("model",)}
-OF_WEIGHTS = {"up": ("update", "control"), "down": ("model", "control")}
+EXCHANGES = {"up": ("update", "update.pad", "statistics", "statistics.pad"), "down": ("model",)}
+OF_WEIGHTS = {"up": ("update", "update.pad", "control"), "down": ("model", "control")}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _from_ledger(
         place = number - 1
         sums[way][place] += count * length
         sent[way][place] += count * (what in EXCHANGES[way])
-        if what == "statistics":  # where FedAvg trains a head, it sends it to these clients too
+        if what in ("statistics", "statistics.pad"):  # where FedAvg trains a head, it sends it to these clients too
             sent["down"][place] += count
         weights, limit = reader.read(number, way, what, length) if reader else (None, None)
         if what in OF_WEIGHTS[way]:
@@ -213,7 +213,7 @@ class _Reader:
         message, settings = run.experiment.message, run.experiment.federation
         self.up = Coding(message.up, message.group, message.top_k)
         self.down = Coding(message.down, message.group)
-        self.masks, self.size = masks, size
+        self.masks, self.size, self.bits = masks, size, run.experiment.privacy.bits
         sieve = run.experiment.mask_of(stage)
         self.sparse, self.own = sieve is not None, sieve is not None and sieve.scope == "client"
         self.shares = sorted({device.density for device in settings.devices} if settings else ()) or [1.0]
@@ -224,6 +224,8 @@ class _Reader:
         if what not in OF_WEIGHTS[way]:
             return None, None
         coding, known = (self.up, self._trained(number)) if way == "up" else (self.down, self._moved(number))
+        if what == "update.pad":  # fixed point; tiers send a part in each of several sums
+            return (known[0], known[0] * self.bits / 8) if len(known) == 1 else (None, None)
         k = self._count(length, coding, known, enclosing=self.own and way == "up")
         if k is None:
             return None, None

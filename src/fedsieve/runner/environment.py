@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import os
 import platform
 import subprocess
@@ -25,7 +26,10 @@ def choose_device(name: str) -> torch.device:
     """The device of an experiment; one that is not there is refused."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise FedsieveError(f"device: {name} is not allowed. Allowed: auto, cpu, cuda, cuda:N") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -88,6 +92,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@functools.cache  # the code that runs is the code that was loaded, whatever is committed meanwhile
 def _commit() -> str | None:
     """The commit of fedsieve's own checkout, with + when it was changed; None when it is installed as a package."""
 

@@ -8,10 +8,12 @@ from itertools import pairwise
 import numpy as np
 
 from fedsieve.config import Experiment, Sieve, Stage
-from fedsieve.data.sources import load_column
+from fedsieve.federation.population import Population
 from fedsieve.federation.ridge import SCALES, statistics_space
+from fedsieve.federation.secure import EXPONENTS, MOST
 from fedsieve.mask.calibration import RULES, densities
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.secagg import bytes_of
 from fedsieve.wire.bits import entropy
 from fedsieve.wire.codec import OVERHEAD, Coding, dense_bytes
 
@@ -23,22 +25,18 @@ class People:
     clients: int
     trainers: int
     cohort: int
+    rate: float  # the share of trainers in a round
+    shuffled: bool = False  # nobody comes twice before all came once
 
     @classmethod
-    def of(cls, experiment: Experiment) -> "People":
-        settings = experiment.federation
-        assert settings is not None
-        clients = settings.clients or 100
-        if settings.partition.kind == "natural":
-            assert settings.partition.column is not None
-            clients = len(np.unique(load_column(experiment.data, "train", settings.partition.column)))
-        trainers = max(1, clients - round(settings.held_out * clients))
-        share = settings.cohort
-        cohort = share if isinstance(share, int) else max(1, round(share * trainers))
-        return cls(clients, trainers, min(cohort, trainers))
+    def of(cls, population: Population) -> "People":
+        shuffled = population.settings.sampling == "shuffled"
+        return cls(len(population), population.trainers, population.cohort_size, population.rate, shuffled)
 
     def met(self, rounds: float) -> float:
         """How many different clients take part in so many rounds, on average."""
+        if self.shuffled:
+            return min(self.trainers, rounds * self.cohort)
         return self.trainers * (1 - (1 - self.cohort / self.trainers) ** rounds)
 
 
@@ -94,20 +92,33 @@ def estimate(
     kept = up.kept(max(1, round(share * k)))
     positions = entropy([kept], [round(share * k)]) / 8 if up.top_k else 0.0
     both = 2 if settings.correction.kind == "scaffold" else 1
-    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks) if sieve else (0.0, 0.0)
+    secure = experiment.privacy.aggregation == "secagg"
+    tensors = len(space.names) if secure else 0
+    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks, tensors) if sieve else (0.0, 0.0)
     message_down = OVERHEAD + down.size(moved) + _indices(down, space, moved)
     joined = people.met(rounds)
     if settings.client_validation:
         joined = people.met(rounds + 1)
-        extra_up += people.cohort * math.ceil(rounds / settings.evaluate_every) * (OVERHEAD + 16)
-        extra_down += people.cohort * message_down  # the last model, which no round follows
+        measured, protocol = sum_bytes(people.cohort, 2, 8, int(secure))
+        times = people.cohort * math.ceil(rounds / settings.evaluate_every)
+        extra_up += times * measured
+        extra_down += times * protocol + people.cohort * message_down  # the last model, which no round follows
     if settings.blend:
         joined = people.trainers
-        extra_up, extra_down = (extra + people.trainers * (OVERHEAD + 4 * k) for extra in (extra_up, extra_down))
+        shares, protocol = sum_bytes(people.trainers, k, 4, tensors)
+        extra_up += people.trainers * shares
+        extra_down += people.trainers * (protocol + OVERHEAD + 4 * k)
     extra_down += joined * before
+    message_up, message_down = (
+        both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
+        both * message_down,
+    )
+    if secure:
+        message_up, protocol = bytes_of(people.cohort, kept * experiment.privacy.bits // 8)
+        message_down += protocol
     return Estimate(
-        message_up=both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
-        message_down=both * message_down,
+        message_up=message_up,
+        message_down=message_down,
         values_up=both * kept,
         values_down=both * moved,
         at_most=own or masks > 1,
@@ -126,10 +137,22 @@ def _indices(coding: Coding, space: ParamSpace, k: int) -> float:
     return 8 * k * places / max(space.size, 1)
 
 
+def sum_bytes(clients: int, values: int, width: int, tensors: int) -> tuple[float, float]:
+    """Bytes up and down of one client in a sum of values of so many bytes; a secure one where `tensors` are given.
+
+    Before that goes a secure sum of the tensors' scales.
+    """
+    if not tensors:
+        return OVERHEAD + width * values, 0.0
+    group = round(clients / -(-clients // MOST))
+    scale, sums = bytes_of(group, 2 * len(EXPONENTS) * (tensors + 1)), bytes_of(group, 8 * (values + 1))
+    return scale[0] + sums[0], scale[1] + sums[1]
+
+
 def _masks(
-    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int
+    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int, tensors: int
 ) -> tuple[float, float]:
-    """Bytes up and down that making masks and sending them takes."""
+    """Bytes up and down that making masks and sending them takes; of secure sums where `tensors` are given."""
     size = OVERHEAD + entropy([k], [taking]) / 8
     if sieve.scope == "client":
         # Each client's mask goes up once; the union goes down again whenever it has grown, and costs most when half full.
@@ -141,9 +164,9 @@ def _masks(
     scoring = min(sieve.clients or people.cohort, people.trainers)
     shares = densities(sieve.sparsity, sieve.calibration_rounds, sieve.schedule)[:-1]
     active = [taking, *(round(share * taking) for share in shares)]
-    scores = sum(OVERHEAD + 4 * count for count in active)
+    scores, protocol = np.sum([sum_bytes(scoring, count, 4, tensors) for count in active], axis=0).tolist()
     steps = sum(OVERHEAD + entropy([new], [old]) / 8 for old, new in pairwise(active))
-    return masks * scoring * scores, masks * (travels + scoring * steps)
+    return masks * scoring * scores, masks * (travels + scoring * (steps + protocol))
 
 
 def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: People, before: float) -> Estimate:
@@ -151,9 +174,14 @@ def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: Peop
     classes, width = space.shapes[space.names.index("head.weight")]
     size = statistics_space(width, classes).size
     asks = stage.ridge.temperature is None and experiment.data.val_fraction == 0
+    secure = experiment.privacy.aggregation == "secagg"
+    up, down = sum_bytes(people.trainers, size, 8, 2 if secure else 0)
+    if asks:
+        losses, protocol = sum_bytes(people.trainers, len(SCALES), 8, int(secure))
+        up, down = up + losses, down + protocol + OVERHEAD + dense_bytes(space)
     return Estimate(
-        message_up=OVERHEAD + 8 * size + (OVERHEAD + 8 * len(SCALES) if asks else 0),
-        message_down=OVERHEAD + dense_bytes(space) if asks else 0,
+        message_up=up,
+        message_down=down,
         values_up=size,
         values_down=space.size if asks else 0,
         at_most=False,

@@ -34,12 +34,12 @@ from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
-from fedsieve.report.page import write_report
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
 from fedsieve.runner.federated import (
     CLIENTS,
     client_summary,
+    describe_privacy,
     describe_rounds,
     fit_ridge,
     fit_rounds,
@@ -48,8 +48,9 @@ from fedsieve.runner.federated import (
     write_clients,
 )
 from fedsieve.runner.progress import Display
-from fedsieve.runner.ranks import check_launch, help_out, leading, share
+from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, Tick, measure, predict
@@ -60,22 +61,25 @@ SAMPLES = 48  # test images kept for the page
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def run(experiment: Experiment, folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+def run(
+    experiment: Experiment,
+    folder: str | Path,
+    display: Display | None = None,
+    page: bool = True,
+    shared: Shared | None = None,
+) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
-    Under torchrun, ranks other than 0 help it, and end here when it ends.
+    Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of one
+    process may hand what they loaded from one to the next in `shared`. Under torchrun, ranks other than 0 help rank 0, and
+    end here when it ends.
     """
     folder, display = Path(folder), display or Display.silent()
     check_launch(experiment)
     if launch.rank():
         help_out(experiment)
-    # A process killed before its first file was whole leaves only that file's hidden beginning.
-    if folder.exists() and (
-        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
-    ):
-        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
-        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
-    preflight(experiment)
+    check_free(folder)
+    preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +87,7 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display)
+        return _execute(experiment, folder, display, page, shared)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -92,7 +96,19 @@ def run(experiment: Experiment, folder: str | Path, display: Display | None = No
         raise
 
 
-def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]:
+def check_free(folder: Path) -> None:
+    """Refuse a folder that a new run cannot have."""
+    # A process killed before its first file was whole leaves only that file's hidden beginning.
+    if folder.exists() and (
+        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
+    ):
+        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
+        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
+
+
+def resume(
+    folder: str | Path, display: Display | None = None, page: bool = True, shared: Shared | None = None
+) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
@@ -100,7 +116,8 @@ def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]
         if launch.rank():
             raise SystemExit
         display.say(f"{folder}: this run is finished")
-        write_report(folder)
+        if page:
+            _write_page(folder)
         return summary
     check_launch(experiment)
     if launch.rank():
@@ -108,7 +125,13 @@ def resume(folder: str | Path, display: Display | None = None) -> dict[str, Any]
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display)
+    return _execute(experiment, folder, display, page, shared)
+
+
+def _write_page(folder: Path) -> None:
+    from fedsieve.report.page import write_report  # figures take seconds to import: not before the first round
+
+    write_report(folder)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -127,10 +150,15 @@ def read_experiment(folder: Path) -> Experiment:
     return load_config(folder / "config.yaml")
 
 
-def _execute(experiment: Experiment, folder: Path, display: Display) -> dict[str, Any]:
+def _execute(
+    experiment: Experiment, folder: Path, display: Display, page: bool, shared: Shared | None
+) -> dict[str, Any]:
     with leading(experiment) as team, _only_process(folder), _stop_signals() as signals, display:
         try:
-            return _Run(experiment, folder, display, signals, team).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), team).go()
+            if page:
+                _write_page(folder)
+            return summary
         except KeyboardInterrupt:
             raise FedsieveError(
                 f"stopped. {_intact(folder)}`{launch.command()} resume {folder}` goes on",
@@ -157,10 +185,16 @@ class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
     def __init__(
-        self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals", team: Team | None
+        self,
+        experiment: Experiment,
+        folder: Path,
+        display: Display,
+        signals: "_Signals",
+        shared: Shared,
+        team: Team | None,
     ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
-        self.team = team  # the ranks that help this one
+        self.shared, self.team = shared, team
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -171,26 +205,27 @@ class _Run:
         self.calibration_seconds, self.mask_id = 0.0, ""  # and of its mask
         self.ledger_bytes, self.ledger_digest = 0, ""  # the ledger's length and digest,
         self.memories: list[dict[str, int]] = []  # and what clients remembered, at the last checkpoints
+        self.given: dict[str, Any] = {}  # under differential privacy, what was given out
         self.context: Context | None = None  # of a federation
 
     def go(self) -> dict[str, Any]:
         self.clock = time.perf_counter()
         if self.experiment.threads is not None:
             torch.set_num_threads(self.experiment.threads)
-        environment = self.folder / "environment.json"
+        device, environment = choose_device(self.experiment.device), self.folder / "environment.json"
+        check_ranks(self.experiment, device, _read_json(environment).get("ranks"))
         if not environment.exists():
-            here = describe_environment(choose_device(self.experiment.device))
-            write_json(environment, here | ({"ranks": self.team.size} if self.team else {}))
+            write_json(environment, describe_environment(device) | {"ranks": launch.ranks()})
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         saved = load_newest(self.folder / "checkpoints", self.display.say)
-        self.setup = prepare(self.experiment, self.display)
+        self.setup = prepare(self.experiment, self.display, self.shared)
         self.initial = {name: tensor.cpu().clone() for name, tensor in self.setup.model.state_dict().items()}
         self.marks = {
-            "config.yaml": _config_digest(self.experiment),
+            "config.yaml": config_digest(self.experiment),
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
-        if self.team:
-            share(self.team, self.setup, self.marks)
         if saved and (changed := self._changed(saved[0])):
             self.display.say(f"{self.folder / changed} was changed or cut: the run starts over")
             saved = None
@@ -205,8 +240,12 @@ class _Run:
                 self.ledger_bytes,
                 self.ledger_digest,
                 self.memories[-1] if self.memories else None,
+                self.marks["config.yaml"],
+                self.given,
                 self.team,
             )
+            if self.team:
+                share(self.team, self.setup, self.marks)
             if not (self.folder / CLIENTS).exists():
                 write_clients(self.context.population, None, self.folder / CLIENTS)
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
@@ -224,7 +263,6 @@ class _Run:
             finally:
                 for tracker in trackers:
                     tracker.finish(summary)
-        write_report(self.folder)
         return summary
 
     def _changed(self, numbers: dict[str, Any]) -> str | None:
@@ -362,7 +400,9 @@ class _Run:
             self.ledger_bytes, self.ledger_digest = self.context.ledger.offset, self.context.ledger.digest
             versions = self.context.store.write(self.ticks)
             self.memories = [*self.memories, versions][-self.experiment.checkpoint.keep :]
+            self.given = self.context.account.numbers() if self.context.account else {}
         numbers = {
+            "given": self.given,
             "ledger_bytes": self.ledger_bytes,
             "ledger_digest": self.ledger_digest,
             "memories": self.memories,
@@ -394,7 +434,7 @@ class _Run:
                 )
         self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
-        self.mask_id = numbers["mask_id"]
+        self.mask_id, self.given = numbers["mask_id"], numbers["given"]
         self.ledger_bytes, self.ledger_digest = numbers["ledger_bytes"], numbers["ledger_digest"]
         self.memories = numbers["memories"]
         device = self.setup.device
@@ -416,19 +456,22 @@ class _Run:
         return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
 
     def _finish(self) -> dict[str, Any]:
-        """Open the test set, measure every stage's chosen weights on it, and write down what came out."""
+        """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
         setup = self.setup
-        test = setup.test_feed()
+        test = setup.test_feed() if self.experiment.test else None
         setup.model.load_state_dict(self.initial)
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
             setup.space(stage).write(setup.model, theta)
-            logits = predict(setup.model, test, setup.autocast)
             rest = {key: value for key, value in finished.items() if key != "name"}
-            found = measure(logits, test.labels, "test")
+            found = {"test_loss": math.nan, "test_accuracy": math.nan}
+            if test is not None:
+                logits = predict(setup.model, test, setup.autocast)
+                found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest
-        self._write_predictions(logits, test)
+        if test is not None:
+            self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
         summary = {
@@ -437,18 +480,20 @@ class _Run:
             **{key: last[key] for key in ("test_accuracy", "test_loss", "val_accuracy", "val_loss", "best_at")},
             "seconds": self.seconds + time.perf_counter() - self.clock,
             "device": device_name(setup.device),
+            "peak_memory": torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else None,
             "train_images": len(setup.train),
             "val_images": len(setup.validation),
-            "test_images": len(test),
+            "test_images": 0 if test is None else len(test),
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
-            **self._summarise_federation(stages, logits, test),
+            **self._summarise_federation(stages),
+            **({} if test is None else self._test_clients(logits, test)),
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
 
-    def _summarise_federation(self, stages: dict[str, Any], logits: Tensor, test: Feed) -> dict[str, Any]:
+    def _summarise_federation(self, stages: dict[str, Any]) -> dict[str, Any]:
         """The whole run in a federation's terms: the newest mask and drift, all stages' rounds and bytes."""
         if self.context is None:
             return {}
@@ -460,14 +505,6 @@ class _Run:
         for stage in stages.values():
             for reason, count in stage["refused"].items():
                 refused[reason] = refused.get(reason, 0) + count
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        labels = test.labels.cpu().numpy()
-        personal = {}
-        if self.context.population.settings.personal:
-            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
-            shared = sieve is not None and sieve.scope != "client"
-            mask = Mask(space, self.masks[-1].numpy()) if shared else None
-            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
         return {
             "rounds": sum(stage["rounds"] for stage in stages.values()),
             "bytes_up": self.context.ledger.total["up"],
@@ -476,9 +513,23 @@ class _Run:
             "mask_id": newest("mask_id"),
             "drift": newest("drift"),
             "refused": refused,
-            "client_accuracy": client_summary(self.context.population, correct, labels, self.folder / CLIENTS),
-            **personal,
+            "privacy": describe_privacy(self.context),
         }
+
+    def _test_clients(self, logits: Tensor, test: Feed) -> dict[str, Any]:
+        """How the final model, and personal ones, serve the clients of a federation."""
+        if self.context is None:
+            return {}
+        population = self.context.population
+        correct = (logits.argmax(1) == test.labels).cpu().numpy()
+        personal = {}
+        if population.settings.personal:
+            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
+            shared = sieve is not None and sieve.scope != "client"
+            mask = Mask(space, self.masks[-1].numpy()) if shared else None
+            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
+        labels = test.labels.cpu().numpy()
+        return {"client_accuracy": client_summary(population, correct, labels, self.folder / CLIENTS), **personal}
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""
@@ -497,9 +548,15 @@ class _Run:
         write_atomic(self.folder / "predictions.npz", buffer.getvalue())
 
 
-def _config_digest(experiment: Experiment) -> str:
-    """A digest of what decides the result: not of where it is computed, logged, cached or saved."""
-    incidental: Any = {"device": True, "tracking": True, "checkpoint": True, "data": {"cache", "placement"}}
+def config_digest(experiment: Experiment) -> str:
+    """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
+    incidental: Any = {
+        "device": True,
+        "tracking": True,
+        "checkpoint": True,
+        "test": True,
+        "data": {"cache", "placement"},
+    }
     return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 

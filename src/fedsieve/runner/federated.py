@@ -3,16 +3,19 @@
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Stage
 from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.attacks import label_flip
 from fedsieve.federation.calibrate import sieve_at
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
@@ -21,12 +24,14 @@ from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
+from fedsieve.federation.sums import check_numbers
 from fedsieve.federation.team import Team
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
-from fedsieve.runner.setup import Setup, feature_feeds
+from fedsieve.privacy.dp import Account, bound_key, load_or_make_key
+from fedsieve.runner.setup import Setup, chosen_executor, feature_feeds
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.sieve import reached_sparsity
@@ -37,15 +42,22 @@ CLIENTS = "clients.npz"
 PERSONAL = "personal.npz"
 
 
-def populate(experiment: Experiment, setup: Setup) -> Population:
-    """Deal the training images to clients."""
+def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Population:
+    """Deal training images to clients: their `labels`, and which `rows` of the source they are."""
     settings = experiment.federation
     assert settings is not None
     groups = None
     if settings.partition.kind == "natural":
         assert settings.partition.column is not None
-        groups = load_column(experiment.data, "train", settings.partition.column)[setup.train.rows]
-    return make_population(settings, setup.train.labels.cpu().numpy(), experiment.seed, groups)
+        groups = load_column(experiment.data, "train", settings.partition.column)[rows]
+    population = make_population(settings, labels, experiment.seed, groups)
+    check_numbers(experiment, population.cohort_size, population.trainers)
+    if population.cohort_size < settings.minimum_replies:
+        raise FedsieveError(
+            f"federation.minimum_replies: {settings.minimum_replies} replies cannot come from a cohort of "
+            f"{population.cohort_size}"
+        )
+    return population
 
 
 def make_context(
@@ -57,37 +69,46 @@ def make_context(
     offset: int = 0,
     digest: str | None = None,
     versions: Mapping[str, int] | None = None,
+    mark: str = "",
+    given: Mapping[str, Any] | None = None,
     team: Team | None = None,
 ) -> Context:
-    """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names."""
-    kind = experiment.executor
-    if kind in ("auto", "distributed"):
-        kind = "stacked" if setup.device.type == "cuda" or experiment.clients_at_once else "sequential"
-    context = Context(
+    """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names.
+
+    Under differential privacy, `mark` stands for the settings that the noise belongs to, and `given` is what the account said
+    when the run was left.
+    """
+    population, account = populate(experiment, setup.train.labels.cpu().numpy(), setup.train.rows), None
+    if experiment.privacy.dp is not None:
+        key = bound_key(load_or_make_key(folder / "checkpoints" / "dp.key", resumed=bool(given)), mark)
+        account = Account(experiment, population.rate, population.trainers, key, given or {})
+        population = replace(population, secret=key)
+    if population.settings.attack is not None and population.settings.attack.kind == "label_flip":
+        labels = setup.train.labels.clone()
+        for client in population.hostile:
+            rows = torch.from_numpy(population.examples(client)).to(labels.device)
+            labels[rows] = label_flip(labels[rows], len(setup.class_names))
+        setup.train = replace(setup.train, labels=labels)
+    if team and team.size > (cohort := population.cohort_size):
+        say(
+            f"executor: {team.size} ranks, but only {cohort} clients in a round: {team.size - cohort} have nothing to do"
+        )
+    return Context(
         experiment=experiment,
-        population=populate(experiment, setup),
+        population=population,
         model=setup.model,
         initial=initial,
         train=setup.train,
         validation=setup.validation,
         autocast=setup.autocast,
         speed=setup.speed,
-        executor=kind,
+        executor=chosen_executor(experiment, setup.device),
         ledger=Ledger(folder / "ledger.csv", offset, digest),
         store=ClientStore(folder / "clients", versions),
+        account=account,
         say=say,
         team=team,
     )
-    if team and team.size > (cohort := context.population.cohort_size):
-        say(
-            f"executor: {team.size} ranks, but only {cohort} clients in a round: {team.size - cohort} have nothing to do"
-        )
-    if context.population.cohort_size < context.population.settings.minimum_replies:
-        raise FedsieveError(
-            f"federation.minimum_replies: {context.population.settings.minimum_replies} replies cannot come from a cohort "
-            f"of {context.population.cohort_size}"
-        )
-    return context
 
 
 def fit_rounds(
@@ -112,6 +133,8 @@ def fit_rounds(
         return setup.validate(forward, validation) | watch()
 
     context.keep_mask = keep_mask
+    if state is None and (told := stage.spent):
+        context.say(f"{stage.name}: {told}")
     federated = Federated(context, stage, space, forward, theta, train, validate, state)
     return space, federated.state, federated.rounds()
 
@@ -135,7 +158,10 @@ def fit_ridge(
             numbers = people.trainer(np.arange(people.trainers)).tolist()
             clients = [(client, people.examples(client)) for client in numbers]
 
-        channel = Channel(context.ledger if context else None, setup.experiment.seed, stage.name, train.labels.device)
+        device = train.labels.device
+        channel = (
+            context.channel(stage.name, device) if context else Channel(None, setup.experiment.seed, stage.name, device)
+        )
         if context and (before := context.changed_weights(but=space)) is not None:
             mask, values = before  # features are those of the backbone as it is now
             channel.down("context", [client for client, _ in clients], 0, mask, values.float(), EXACT, enclose=True)
@@ -153,6 +179,8 @@ def fit_ridge(
         if context:
             record |= {f"bytes_{way}": context.ledger.total[way] - sent[way] for way in ("up", "down")}
             record |= {"cohort": len(clients), "replies": len(clients), "refused": {}}
+        if context and context.account:
+            record["epsilon"] = context.account.spent()
         record |= setup.validate(setup.model.head, validation) | watch()
         state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}
         record["seconds"] = state.seconds = time.perf_counter() - clock
@@ -217,6 +245,8 @@ def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, se
     described: dict[str, Any] = {"rounds": state.round, "drift": state.drift, "refused": state.refused}
     described["dense"] = ParamSpace.of(setup.model, dense_names(setup.model, stage.train)).size
     described |= {key: value for key, value in state.chosen.items() if key.startswith("client_val_")}
+    if state.simulated_seconds:
+        described["simulated_seconds"] = state.simulated_seconds
     sieve = experiment.mask_of(stage)
     if sieve is None:
         return described
@@ -228,4 +258,18 @@ def describe_rounds(state: ServerState, stage: Stage, experiment: Experiment, se
         whole = sum(parameter.numel() for parameter in setup.model.parameters())
         described["reached_sparsity"] = reached_sparsity(mask, sieve, setup.model)
         described |= {"active": mask.count, "active_share": mask.count / whole, "mask_id": mask.id}
+    return described
+
+
+def describe_privacy(context: Context) -> dict[str, Any]:
+    """What the summary says of what the server learnt of single clients."""
+    account, attack = context.account, context.population.settings.attack
+    described: dict[str, Any] = {"aggregation": context.experiment.privacy.aggregation}
+    if account is not None:
+        settings = account.settings
+        described |= {"epsilon": account.spent(), "delta": settings.delta, "noise_multiplier": account.sigma}
+        described |= {"clip_norm": settings.clip_norm, "rounds": account.rounds, "releases": len(account.releases)}
+    described["aggregator"] = context.population.settings.aggregator.kind
+    if attack is not None:
+        described |= {"attack": attack.kind, "hostile": sorted(context.population.hostile)}
     return described

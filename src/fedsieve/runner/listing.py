@@ -3,7 +3,30 @@
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
-from fedsieve.config import Allocation, Granularity, Interpolation, Model, Normalize, Stage, TrackerName, Transform
+from pydantic import BaseModel
+
+from fedsieve.config import (
+    Aggregation,
+    AggregatorKind,
+    Allocation,
+    AttackKind,
+    Correction,
+    Experiment,
+    Federation,
+    Granularity,
+    Interpolation,
+    Model,
+    Normalize,
+    Optimizer,
+    Partition,
+    PersonalMethod,
+    Scope,
+    Server,
+    Stage,
+    TrackerName,
+    Transform,
+    ValueFormat,
+)
 from fedsieve.data.sources import EMBEDDED
 
 Entries = Iterable[tuple[str, str]]
@@ -64,6 +87,80 @@ KINDS = {
 }
 HEADS = {"linear": "one linear layer", "mlp": "a hidden layer of `model.hidden` units, GELU, a linear layer"}
 
+METHODS = {
+    "sgd": "by steps of the stage's optimizer",
+    "ridge": "a head in closed form, in one round; in a federation from sums that do not care who holds what",
+}
+OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "Adam with decoupled weight decay"}
+PARTITIONS = {
+    "iid": "shuffled and split evenly",
+    "classes": "exactly `nc` classes each, every class owned, owners drawn at random",
+    "dirichlet": "class shares drawn with `alpha`: the smaller, the more skewed; at most `nc` classes, if given",
+    "quantity": "sizes drawn with `alpha`, classes mixed",
+    "natural": "by `column`, such as a user id",
+}
+SCOPES = {
+    "shared": "one mask from clients' summed scores",
+    "client": "each client calibrates its own",
+    "public": "one mask, scored by the server on images it holds",
+}
+FORMATS = {
+    "fp32": "4 bytes a value, exact",
+    "bf16": "2 bytes, the range of fp32",
+    "fp16": "2 bytes, finer, up to 65504",
+    "int8": "1 byte and a scale per `group`, rounded at random",
+    "int4": "half a byte and a scale per `group`, rounded at random",
+    "sign": "one bit and a scale per `group`; up only",
+    "coo": "fp32 with one int64 index per dimension, as the studies count it",
+}
+SERVERS = {
+    "sgd": "move by lr times the mean update; with lr 1, FedAvg",
+    "momentum": "FedAvgM",
+    "adam": "FedAdam",
+    "yogi": "FedYogi",
+    "adagrad": "FedAdagrad",
+}
+CORRECTIONS = {
+    "none": "clients train as they would alone",
+    "fedprox": "a pull of `mu` towards the received weights",
+    "scaffold": "control variates, sent both ways",
+    "fedntd": "distillation of the received model's answers beside the true class (`beta`, `tau`)",
+}
+WEIGHTING = {"examples": "clients count by their images", "uniform": "every client counts the same"}
+EXECUTORS = {
+    "auto": "stacked on a GPU, sequential on a CPU",
+    "sequential": "one client after another",
+    "stacked": "all clients of a round at once, or as many as fit",
+}
+AGGREGATORS = {
+    "mean": "the mean, by `federation.weighting`",
+    "median": "the median of each value",
+    "trimmed_mean": "the mean of each value without a `share` of the clients at either end",
+    "krum": "the one update that lies nearest to the others, where `f` may be hostile",
+    "multi_krum": "the mean of the `m` (default: all but `f`) updates that Krum ranks first",
+    "geometric_median": "the point with the least mean distance to all updates",
+    "norm_bound": "the mean of updates shortened to a norm: `limit`, or the median of the round's",
+}
+ATTACKS = {
+    "sign_flip": "the update times -`factor`",
+    "gaussian_noise": "noise of `factor` times the update's norm",
+    "nan": "no numbers at all: refused by the decoder",
+    "stale_replay": "the client's first update, again and again",
+    "label_flip": "it trains on the last class for the first, and so on",
+}
+AGGREGATIONS = {
+    "plain": "the server sees every update",
+    "zero_sum": "the secure report's pads, for comparison: no secrecy, no dropouts",
+    "secagg": "secure aggregation: the server sees sums only (docs/trust.md)",
+}
+PERSONAL = {
+    "local": "what the last stage trained, under its mask",
+    "head": "the classifier",
+    "norms": "weights and biases of norm layers",
+    "mask": "the weights of a mask of the client's own",
+    "blend": "the client's last weights mixed in, without training (federation.blend)",
+}
+
 
 def _models(pattern: str | None) -> Entries:
     import timm
@@ -82,6 +179,10 @@ def _words(annotation: Any, texts: dict[str, str] | None = None) -> Callable[[st
     return lambda _: [(word, (texts or {}).get(word, "")) for word in get_args(annotation)]
 
 
+def _field(model: type[BaseModel], name: str, texts: dict[str, str] | None = None) -> Callable[[str | None], Entries]:
+    return _words(model.model_fields[name].annotation, texts)
+
+
 def _texts(texts: dict[str, str]) -> Callable[[str | None], Entries]:
     return lambda _: texts.items()
 
@@ -95,7 +196,7 @@ def _rules(_: str | None) -> Entries:
 LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
     "models": ("model.backbone: timm classifiers with weights on the hub (add a PATTERN for others)", _models),
     "weights": ("model.weights: where pretrained weights come from", _texts(WEIGHTS)),
-    "heads": ("model.head: what classifies", _words(Model.model_fields["head"].annotation, HEADS)),
+    "heads": ("model.head: what classifies", _field(Model, "head", HEADS)),
     "datasets": ("data.source: where images come from", _texts(DATASETS)),
     "transforms": ("data.transform: what happens to images", _words(Transform, TRANSFORMS)),
     "normalize": ("data.normalize: how colours are scaled", _words(Normalize, NORMALIZE)),
@@ -105,6 +206,25 @@ LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
     "allocation": ("mask.allocation: how the active weights are shared out", _words(Allocation, ALLOCATION)),
     "kinds": ("mask.kinds: default, all, or a list of the layer kinds that take part", _texts(KINDS)),
     "parts": ("stages.train: what a stage trains", _texts(PARTS)),
-    "schedules": ("stages.schedule: the learning rate over a stage", _words(Stage.model_fields["schedule"].annotation)),
+    "methods": ("stages.method: how a stage trains", _field(Stage, "method", METHODS)),
+    "optimizers": ("stages.optimizer.kind: how weights move", _field(Optimizer, "kind", OPTIMIZERS)),
+    "schedules": ("stages.schedule: the learning rate over a stage", _field(Stage, "schedule")),
+    "partitions": (
+        "federation.partition.kind: which client holds which images",
+        _field(Partition, "kind", PARTITIONS),
+    ),
+    "scopes": ("mask.scope: whose mask it is, in a federation", _words(Scope, SCOPES)),
+    "formats": ("message.up, message.down: how values travel", _words(ValueFormat, FORMATS)),
+    "servers": ("federation.server.optimizer: how the server moves", _field(Server, "optimizer", SERVERS)),
+    "corrections": (
+        "federation.correction.kind: what clients do against drift",
+        _field(Correction, "kind", CORRECTIONS),
+    ),
+    "weighting": ("federation.weighting: how much a client counts", _field(Federation, "weighting", WEIGHTING)),
+    "aggregators": ("federation.aggregator: how updates become one", _words(AggregatorKind, AGGREGATORS)),
+    "attacks": ("federation.attack: what hostile clients do", _words(AttackKind, ATTACKS)),
+    "aggregations": ("privacy.aggregation: what the server sees of updates", _words(Aggregation, AGGREGATIONS)),
+    "personal": ("federation.personal.methods: clients' own models at the end", _words(PersonalMethod, PERSONAL)),
+    "executors": ("executor: what trains the clients of a round", _field(Experiment, "executor", EXECUTORS)),
     "trackers": ("tracking: where metrics go beside metrics.jsonl", _words(TrackerName)),
 }

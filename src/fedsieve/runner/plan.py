@@ -7,24 +7,36 @@ import torch
 from torch import nn
 
 from fedsieve.config import Experiment, Sieve, Stage
-from fedsieve.data.sources import count_images
+from fedsieve.data.sources import choose_classes, count_images, survey
 from fedsieve.data.store import free_memory
 from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.dp import outlook, planned, sigma_of, spent
+from fedsieve.privacy.secagg import threshold_of
 from fedsieve.report.html import size
 from fedsieve.runner.environment import device_name
 from fedsieve.runner.estimate import Estimate, People, context_bytes, estimate
-from fedsieve.runner.setup import blank_model, preflight
-from fedsieve.train.sieve import taking_part
+from fedsieve.runner.federated import populate
+from fedsieve.runner.setup import blank_model, preflight, split_rows
+from fedsieve.runner.tracking import make_trackers
+from fedsieve.train.sieve import check_sieve, taking_part
 
 
 def plan(experiment: Experiment) -> list[tuple[str, str]]:
     """Rows of (what, how much)."""
     device = preflight(experiment)
-    rows, test, classes, image_bytes = count_images(experiment.data)
-    held = round(experiment.data.val_fraction * rows)
-    train = rows - held
+    make_trackers(experiment.tracking)
+    data = experiment.data
+    rows, test, classes, image_bytes = count_images(data)
+    every, names, _ = survey(data, "train")
+    train_rows, _ = split_rows(experiment, every)
+    train_rows, labels = choose_classes(every, train_rows, data.classes, len(names))
+    train = len(train_rows)
+    held = rows - train
     model = blank_model(experiment, classes)
+    for stage in experiment.stages:
+        if (sieve := experiment.mask_of(stage)) is not None:  # the head is of its real size now
+            check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))
     everything = ParamSpace.of(model)
     lines = [
         ("device", f"{device_name(device)}, {size(free_memory(device))} free"),
@@ -39,11 +51,13 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
     ]
     people, images = None, float(train)
     if experiment.federation:
-        people = People.of(experiment)
+        people = People.of(populate(experiment, labels, train_rows))
         images *= (1 - experiment.federation.client_validation) / people.clients
         apart = f", {people.clients - people.trainers:,} of them strangers" if people.trainers < people.clients else ""
         many = f"{people.clients:,}{apart}; {people.cohort:,} in a round, about {images:.0f} images each"
         lines.append(("clients", many))
+        sigma = sigma_of(experiment, people.rate) if experiment.privacy.dp else 0.0
+        lines += trust_lines(experiment, people, sigma)
     total = 0
     sent: list[Estimate] = []
     changed: dict[str, float] = {}  # how many weights of each tensor earlier stages changed
@@ -65,6 +79,9 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
             dense = ParamSpace.of(model, dense_names(model, stage.train)).size
             sent.append(estimate(experiment, stage, people, space, taking, dense, before))
             lines += bytes_lines(experiment, stage, sent[-1])
+            if experiment.privacy.dp and stage.method != "ridge":
+                k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
+                lines.append(("  noise", outlook(stage.name, sigma, people.rate, people.trainers, k)))
             density = (1 - sieve.sparsity) * taking / space.size if sieve else 1.0
             changed |= dict(zip(space.names, (density * math.prod(shape) for shape in space.shapes), strict=True))
         else:
@@ -91,7 +108,7 @@ def work(stage: Stage, people: People | None, images: float) -> tuple[str, int]:
         return f"{stage.epochs} epochs x {steps:,} steps of {stage.batch_size} images", stage.length * steps
     steps = stage.local.steps or steps * (stage.local.epochs or 1)
     text = f"{stage.length:,} rounds x {people.cohort:,} clients x {steps:,} steps of {stage.batch_size} images"
-    return text, stage.length * people.cohort * steps
+    return f"{text}; {stage.spent}" if stage.spent else text, stage.length * people.cohort * steps
 
 
 def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tuple[str, str]]:
@@ -100,12 +117,15 @@ def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tu
     most = "at most " if sent.at_most else ""
 
     def ordinary(message: float, values: int, format: str) -> str:
-        if not values:
+        if not message:
             return "nothing"
-        return f"{size(clients * message)} a round: {clients:,} x {size(message)}, {values:,} values in {format}"
+        what = f"{values:,} values in {format}" if values else "keys and shares"
+        return f"{size(clients * message)} a round: {clients:,} x {size(message)}, {what}"
 
     ridge = stage.method == "ridge"
-    up = ordinary(sent.message_up, sent.values_up, "fp64" if ridge else experiment.message.up)
+    secure = experiment.privacy.aggregation == "secagg"
+    fixed = f"fixed point of {64 if ridge else experiment.privacy.bits} bits, all phases of the secure sum"
+    up = ordinary(sent.message_up, sent.values_up, fixed if secure else "fp64" if ridge else experiment.message.up)
     down = ordinary(sent.message_down, sent.values_down, "fp32" if ridge else experiment.message.down)
     lines = [("  bytes up", up), ("  bytes down", f"{most}{down}")]
     if sent.extra_up or sent.extra_down:
@@ -113,6 +133,30 @@ def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tu
             ("  beside that", f"about {size(sent.extra_up)} up, {size(sent.extra_down)} down, for masks and newcomers")
         )
     return lines
+
+
+def trust_lines(experiment: Experiment, people: People, sigma: float) -> list[tuple[str, str]]:
+    """What protects clients, and the server from them."""
+    privacy, settings = experiment.privacy, experiment.federation
+    assert settings is not None
+    said = []
+    if privacy.aggregation == "secagg":
+        least = threshold_of(privacy.threshold, people.cohort)
+        said.append(f"secagg: sums of {people.cohort:,} clients, of whom {least:,} must stay")
+    if privacy.aggregation == "zero_sum":
+        said.append("zero_sum: for comparison; it hides nothing from a server that knows the seeds")
+    if privacy.dp:
+        rounds, releases = planned(experiment)
+        total = spent(sigma, people.rate, rounds, privacy.dp.delta, releases)
+        said.append(
+            f"epsilon {total:.3g} at delta {privacy.dp.delta:g} over {rounds:,} rounds, noise multiplier {sigma:.3g}"
+        )
+    if settings.aggregator.kind != "mean":
+        said.append(f"{settings.aggregator.kind} of the updates")
+    if settings.attack:
+        count = round(settings.attack.fraction * people.clients)
+        said.append(f"{count:,} hostile clients ({settings.attack.kind})")
+    return [("trust", "; ".join(said))] if said else []
 
 
 def beside_dense(sent: list[Estimate]) -> str:

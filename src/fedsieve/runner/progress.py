@@ -10,9 +10,9 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from fedsieve.train.loop import Tick
 
@@ -20,11 +20,13 @@ from fedsieve.train.loop import Tick
 class Display:
     """Progress of one run. Use as a context manager."""
 
-    def __init__(self, console: Console, quiet: bool = False) -> None:
+    def __init__(self, console: Console, quiet: bool = False, transient: bool = False) -> None:
         self.console = console
         self.quiet = quiet
+        self.transient = transient  # bars go when the run ends
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._newest: dict[str, dict[str, Any]] = {}  # by stage: not every round is evaluated
 
     @classmethod
     def silent(cls) -> "Display":
@@ -33,14 +35,14 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal and not self.quiet:
-            self._bars = Progress(
+            self._bars = Progress(  # 80 columns hold it all, with a stage's name of a dozen letters
                 TextColumn("[bold]{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=10),
                 MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
                 console=self.console,
+                transient=self.transient,
             )
             self._bars.start()
         return self
@@ -58,16 +60,30 @@ class Display:
 
     def step(self, stage: str, tick: Tick) -> None:
         """Move the stage's bar, or start it; after an epoch, show what it gave."""
-        note = describe(tick.record) if tick.record else None
         if self._bars is not None:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(stage, total=tick.steps, note="")
             self._bars.update(self._tasks[stage], completed=tick.step)
-            if note:
-                self._bars.update(self._tasks[stage], note=note)
+            if tick.record:
+                newest = self._newest[stage] = self._newest.get(stage, {}) | tick.record
+                self._bars.update(self._tasks[stage], note=brief(newest))
         elif tick.record:
             unit = "round" if "round" in tick.record else "epoch"
+            note = describe(tick.record)
             self.say(f"{stage} {unit} {tick.record[unit]}: {note}, {tick.record['seconds']:.1f} s")
+
+
+def brief(record: dict[str, Any]) -> str:
+    """What is worth watching of an epoch or a round, in the few letters that a bar leaves."""
+    measured = [name for name in ("val_accuracy", "client_val_accuracy", "test_accuracy") if name in record]
+    words = [f"{name.removesuffix('_accuracy')[-3:]} {100 * record[name]:.1f} %" for name in measured[:1]]
+    if not words and "train_loss" in record:
+        words.append(f"loss {record['train_loss']:.3f}")
+    if "drift" in record:
+        words.append(f"drift {record['drift']:.2g}")
+    if "bytes_up" in record:
+        words.append(f"{record['bytes_up'] / 1e6:.3g}/{record['bytes_down'] / 1e6:.3g} MB")
+    return ", ".join(words)
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -83,6 +99,8 @@ def describe(record: dict[str, Any]) -> str:
         words.append(f"test {100 * record['test_accuracy']:.1f} %")
     if "drift" in record:
         words.append(f"drift {record['drift']:.3g}")
+    if "epsilon" in record:
+        words.append(f"epsilon {record['epsilon']:.2f}")
     if "bytes_up" in record:
         words.append(f"{record['bytes_up'] / 1e6:.2f} MB up, {record['bytes_down'] / 1e6:.2f} down")
     if record.get("refused"):

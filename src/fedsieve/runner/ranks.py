@@ -8,10 +8,11 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from fedsieve import launch
 from fedsieve.config import Experiment
@@ -20,7 +21,7 @@ from fedsieve.federation.team import Desk, LostRank, Team
 from fedsieve.model.weights import digest
 from fedsieve.runner.environment import choose_device
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import Setup, preflight, prepare
+from fedsieve.runner.setup import Setup, chosen_executor, preflight, prepare
 
 
 def check_launch(experiment: Experiment) -> None:
@@ -34,6 +35,16 @@ def check_launch(experiment: Experiment) -> None:
         raise FedsieveError(
             f"executor: {experiment.executor} runs in one process, but torchrun started {launch.ranks()}. Say "
             "executor=distributed, or start fedsieve without torchrun"
+        )
+
+
+def check_ranks(experiment: Experiment, device: torch.device, began: int | None) -> None:
+    """Refuse to go on with other ranks than a run `began` with where that would change more than its speed."""
+    stacked = chosen_executor(experiment, device) == "stacked"
+    if experiment.privacy.dp and stacked and began not in (None, launch.ranks()):
+        raise FedsieveError(
+            f"privacy.dp: a run that is resumed must repeat its rounds bit for bit, since it repeats their noise. Clients that "
+            f"are stacked do so only on as many ranks as before, {began}; torchrun started {launch.ranks()}"
         )
 
 
@@ -71,12 +82,13 @@ class Prepare:
     experiment: Experiment
     threads: int
     marks: Mapping[str, str]  # of weights and data, as rank 0 has them
+    labels: Tensor  # of the training images, as clients have them
 
 
 def share(team: Team, setup: Setup, marks: Mapping[str, str]) -> None:
     """Have all ranks prepare what this one has prepared: caches are filled by now."""
     team.desk = _desk(setup)
-    team.tell(Prepare(setup.experiment, torch.get_num_threads(), marks))
+    team.tell(Prepare(setup.experiment, torch.get_num_threads(), marks, setup.train.labels.cpu()))
 
 
 def _lay_out(message: Prepare) -> Desk:
@@ -86,6 +98,7 @@ def _lay_out(message: Prepare) -> Desk:
     for key, mark in mine.items():
         if message.marks[key] != mark:
             raise FedsieveError(f"{key}: its content is not that of rank 0. All ranks need the same", 1)
+    setup.train = replace(setup.train, labels=message.labels.to(setup.device))
     return _desk(setup)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import resources
 
 import numpy as np
@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from fedsieve.config import Data, Experiment, Model, Stage, parse_config
-from fedsieve.data.sources import Split, cache_folder, keep_classes, kind_of, load_images
+from fedsieve.data.sources import Split, cache_folder, keep_classes, kind_of
 from fedsieve.data.splits import hold_out
-from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.calibrate import check_tiers
 from fedsieve.federation.personal import norm_names
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.adapters import check_reached
 from fedsieve.model.build import Classifier, build_classifier, check_backbone, trainable_names
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.weights import load_classifier, weights_file
+from fedsieve.model.weights import digest, weights_file
 from fedsieve.randomness import generator
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
 from fedsieve.runner.progress import Display
+from fedsieve.runner.shared import Shared
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, StageState, Tick, measure, predict, train_stage
 from fedsieve.train.replay import Speed
@@ -35,14 +36,19 @@ from fedsieve.train.sieve import check_sieve
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def preflight(experiment: Experiment) -> torch.device:
+def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.device:
     """Refuse, before a weight or an image is loaded, what cannot run on this machine; gives the device."""
-    device = choose_device(experiment.device)
+    device, shared = choose_device(experiment.device), shared or Shared(keep=False)
+    if experiment.clients_at_once and chosen_executor(experiment, device) == "sequential":
+        raise FedsieveError(
+            f"clients_at_once goes with executor: stacked, and on {device.type} auto is sequential: say executor: stacked"
+        )
     kind_of(experiment.data.source)
     check_backbone(experiment.model)
     if experiment.model.weights not in ("hub", "none", "digits"):
         weights_file(experiment.model)
-    model = blank_model(experiment, classes=2)
+    key = ("blank", experiment.model.model_dump_json(), experiment.data.size)
+    model = shared.once(key, lambda: blank_model(experiment, classes=2))
     for stage in experiment.stages:
         space = ParamSpace.of(model, trainable_names(model, stage.train))
         # How large the head is only the data says: its masks are checked once they are read.
@@ -50,10 +56,25 @@ def preflight(experiment: Experiment) -> torch.device:
             name.startswith("head.") for name in space.names
         ):
             check_sieve(sieve, model, space)
+            check_tiers(sieve, experiment.federation.devices if experiment.federation else (), model, space)
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)
+    if experiment.privacy.dp and device.type == "cuda" and not experiment.deterministic:
+        raise FedsieveError(
+            "privacy.dp: a run that is resumed must repeat its rounds bit for bit, since it repeats their noise. On a GPU that "
+            "takes deterministic: true"
+        )
     return device
+
+
+def chosen_executor(experiment: Experiment, device: torch.device) -> str:
+    """What trains a cohort, on every rank: sequential or stacked."""
+    if experiment.executor == "distributed":
+        return "stacked" if device.type == "cuda" or experiment.clients_at_once else "sequential"
+    if experiment.executor == "auto":
+        return "stacked" if device.type == "cuda" else "sequential"
+    return experiment.executor
 
 
 def blank_model(experiment: Experiment, classes: int) -> Classifier:
@@ -85,11 +106,13 @@ class Setup:
     class_names: list[str]
     data_fingerprint: str
     model: Classifier
+    say: Callable[[str], None] | None = None  # to the user, one line
+    shared: Shared = field(default_factory=lambda: Shared(keep=False))
     undo: Callable[[], None] | None = None  # of what the stage under way did to the model
 
     def test_feed(self) -> Feed:
         """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
-        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device)
+        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device, self.shared)
 
     @property
     def speed(self) -> Speed:
@@ -113,43 +136,47 @@ class Setup:
         return measure(predict(forward, validation, self.autocast), validation.labels, "val")
 
 
-def open_split(data: Data, split: Split, class_names: list[str], transform: Transform, device: torch.device) -> Feed:
+def open_split(
+    data: Data,
+    split: Split,
+    class_names: list[str],
+    transform: Transform,
+    device: torch.device,
+    shared: Shared | None = None,
+) -> Feed:
     """A whole split as a feed; one that does not have the classes of the model is refused."""
-    images = load_images(data, split)
+    shared = shared or Shared(keep=False)
+    images = shared.images(data, split)
     rows, labels, names = keep_classes(images, np.arange(len(images)), data.classes)
     if names != class_names:
         raise FedsieveError(
             f"data.source: the classes of {data.source} ({split}) are not those of the model: "
             f"{_few(names)} instead of {_few(class_names)}"
         )
-    return Feed(ImageStore(images.images, device, data.placement), transform, rows, labels.to(device))
+    return Feed(shared.store(data, split, images, device), transform, rows, labels.to(device))
 
 
 def _few(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def prepare(experiment: Experiment, display: Display) -> Setup:
-    """Load data and model."""
-    device = preflight(experiment)
+def prepare(experiment: Experiment, display: Display, shared: Shared | None = None) -> Setup:
+    """Load data and model, or take what earlier runs left in `shared`."""
+    shared = shared or Shared(keep=False)
+    device = preflight(experiment, shared)
     set_deterministic(experiment.deterministic)
     data = experiment.data
-    images = load_images(data, "train", display.say)
-    rows, held = hold_out(
-        images.labels.numpy(), data.val_fraction, data.stratified, generator(experiment.seed, "validation split")
-    )
-    if data.val_fraction and not len(held):
-        raise FedsieveError(
-            f"data.val_fraction: {data.val_fraction:g} of {len(images)} images leaves none to validate on"
-        )
+    images = shared.images(data, "train", display.say)
+    rows, held = split_rows(experiment, images.labels.numpy())
     # Split first, choose classes second: the split is then the same whatever the classes.
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
     if not len(train_rows):
         raise FedsieveError(f"data.source: {data.source} leaves no image to train on", 1)
     transform = make_transform(data, *statistics(data, images.images, train_rows))
-    store = ImageStore(images.images, device, data.placement)
-    model = load_classifier(with_weights_file(experiment, display), len(class_names), data.size, experiment.seed)
+    store = shared.store(data, "train", images, device)
+    config = with_weights_file(experiment, display)
+    model = shared.classifier(config, len(class_names), data.size, experiment.seed)
     for stage in experiment.stages:
         if (sieve := experiment.mask_of(stage)) is not None:
             check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))
@@ -163,7 +190,20 @@ def prepare(experiment: Experiment, display: Display) -> Setup:
         class_names=class_names,
         data_fingerprint=images.fingerprint,
         model=model.to(device),
+        say=display.say,
+        shared=shared,
     )
+
+
+def split_rows(experiment: Experiment, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to train on, and those to validate on."""
+    data = experiment.data
+    rows, held = hold_out(labels, data.val_fraction, data.stratified, generator(experiment.seed, "validation split"))
+    if data.val_fraction and not len(held):
+        raise FedsieveError(
+            f"data.val_fraction: {data.val_fraction:g} of {len(labels)} images leaves none to validate on"
+        )
+    return rows, held
 
 
 def statistics(data: Data, images: Tensor, rows: np.ndarray) -> Statistics:
@@ -204,17 +244,33 @@ def fit_stage(
         return setup.validate(forward, validation) | watch()
 
     steps = train_stage(
-        stage, forward, theta, state, train, validate, setup.experiment.seed, setup.autocast, mask, setup.speed
+        stage,
+        forward,
+        theta,
+        state,
+        train,
+        validate,
+        setup.experiment.seed,
+        setup.autocast,
+        mask,
+        setup.speed,
+        setup.say,
     )
     return space, state, steps
 
 
 def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
     """Training and validation images as features of the backbone, computed once, as in evaluation."""
-    train, validation = (
-        with_features(feed, setup.model.backbone, EVALUATION_BATCH, setup.autocast) if len(feed) else feed
-        for feed in (setup.train, setup.validation)
-    )
+    backbone, experiment = setup.model.backbone, setup.experiment
+    weights = digest(backbone)
+
+    def featured(feed: Feed) -> Feed:
+        rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
+        key = ("features", weights, setup.data_fingerprint, feed.transform, rows, setup.device, experiment.precision)
+        made = setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features)
+        return replace(feed, features=made)
+
+    train, validation = (featured(feed) if len(feed) else feed for feed in (setup.train, setup.validation))
     return train, validation
 
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Optimizer, Stage
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged
 from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
-from fedsieve.train.replay import Replay, Speed, compiled
+from fedsieve.train.replay import COMPILING, Replay, Speed, compiled
 from fedsieve.train.schedule import learning_rate
 
 EVALUATION_BATCH = 500
@@ -93,12 +93,13 @@ def train_stage(
     autocast: Autocast,
     mask: Mask | None = None,
     speed: Speed = "eager",
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[Tick]:
     """Train until the stage is done, yielding after every step with `state` ready to be saved.
 
     Only the weights of `mask` move; without one, all. `theta` is the bound vector of the parameters that train
     (`ParamSpace.bind`). At the end it holds the weights of the epoch with the best `val_accuracy` of `validate()`, or
-    of the last epoch where that gives none.
+    of the last epoch where that gives none. `say` is told how long compiling took.
     """
     settings = stage.optimizer
     optimizer = make_optimizer(settings, theta, mask)
@@ -107,6 +108,8 @@ def train_stage(
     optimizer.state[theta] = state.optimizer  # one dictionary, so the state follows the optimizer
     state.theta = theta.detach()  # a view: the state follows the weights
 
+    if speed == "full" and say:
+        say(COMPILING)
     inner = compiled(forward, speed)
 
     def differentiate(*batch: Tensor) -> Tensor:
@@ -121,7 +124,7 @@ def train_stage(
         with torch.no_grad():
             return torch.stack([loss.detach() * len(labels), (logits.argmax(1) == labels).sum()])
 
-    gradient = Replay(differentiate, on=speed != "eager")
+    gradient = Replay(differentiate, on=speed != "eager", say=say)
     assert stage.epochs is not None
     per_epoch = math.ceil(len(train) / stage.batch_size)
     steps, warmup = per_epoch * stage.epochs, round(stage.warmup_epochs * per_epoch)
@@ -153,10 +156,9 @@ def train_stage(
         if math.isfinite(loss_sum):
             record |= validate()
         if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
-            raise FedsieveError(
+            raise Diverged(
                 f'stage "{stage.name}" diverged in epoch {state.epoch + 1}: the loss is not finite. '
-                f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm",
-                1,
+                f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm"
             )
         record["seconds"] = time.perf_counter() - clock
         _end_epoch(stage, state, record)

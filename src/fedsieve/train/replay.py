@@ -1,6 +1,7 @@
 """Steps as CUDA graphs: a small network's step is a thousand short kernels, and launching them one by one from Python
 takes longer than running them."""
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,6 +10,10 @@ import torch
 from torch import Tensor
 
 Speed = Literal["eager", "graph", "full"]
+COMPILING = "compiling the network: a minute at first, less in later runs, since torch keeps what it compiled"
+WORTH_TELLING = 1.0  # seconds
+# Kinds of steps that one process may compile; torch stops at 8, which a grid of runs passes.
+NETWORKS = 128
 
 
 class Replay:
@@ -16,16 +21,29 @@ class Replay:
 
     The function must not look at its inputs' values on the host, and running it twice must do no harm (it is run to
     warm up). What it returns is overwritten by the next call. Other shapes, a CPU and functions that cannot be
-    recorded are run as they are.
+    recorded are run as they are. `say` tells how long the first call took, compilation included.
     """
 
-    def __init__(self, function: Callable[..., Any], on: bool = True) -> None:
-        self.function, self.on = function, on
+    def __init__(self, function: Callable[..., Any], on: bool = True, say: Callable[[str], None] | None = None) -> None:
+        self.function, self.on, self.say = function, on, say
+        self.seconds: float | None = None  # of the first call
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
         self.output: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
+        if self.seconds is not None or not self.on:
+            return self._call(*inputs)
+        began = time.perf_counter()
+        result = self._call(*inputs)
+        if inputs[0].is_cuda:
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - began
+        if self.say and self.seconds > WORTH_TELLING:
+            self.say(f"the training step was ready after {self.seconds:.1f} s")
+        return result
+
+    def _call(self, *inputs: Tensor) -> Any:
         if not self.on or not inputs[0].is_cuda:
             return self.function(*inputs)
         if self.graph is None and not self._record(inputs):
@@ -65,6 +83,7 @@ def compiled(function: Callable[..., Tensor], speed: Speed) -> Callable[..., Ten
     """`function` through torch.compile where `speed` asks for it; what cannot be compiled runs as it is, with a warning."""
     if speed != "full":
         return function
+    torch._dynamo.config.recompile_limit = NETWORKS
     chosen: Callable[..., Tensor] = torch.compile(function, dynamic=False)
     tried = False
 

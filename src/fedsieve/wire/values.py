@@ -64,11 +64,11 @@ def quantise(values: Tensor, coding: Coding, keys: Tensor | None = None) -> Tens
     fp16 scale per group in units of it, and the whole steps (or signs).
     """
     clients, k = values.shape
-    if coding.format in FLOATS:
-        return values.to(FLOATS[coding.format]).contiguous().view(torch.uint8)
     payload = torch.empty(clients, coding.size(k), dtype=torch.uint8, device=values.device)
     if not payload.numel():
         return payload
+    if coding.format in FLOATS:
+        return values.to(FLOATS[coding.format]).contiguous().view(torch.uint8)
     values, bits, levels, group = values.float(), BITS[coding.format], LEVELS[coding.format], coding.group
     sizes = torch.cat([_sizes(chunk, coding, k - start) for start, chunk in _chunks(values, group)], dim=1)
     # Largest powers of two not above the largest sizes: their bits without the fraction.

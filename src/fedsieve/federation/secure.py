@@ -1,0 +1,237 @@
+"""Secure sums in a federation: updates at the asked width, scores and statistics at 64 bits with a scale per tensor.
+
+The scale is public, so clients agree on it by a secure sum too: of how many have their largest value below which power of
+two. What goes wrong with clients takes them out of the protocol at one of its phases, drawn by the seed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsieve.federation.channel import EXACT, Channel
+from fedsieve.mask.mask import Mask
+from fedsieve.model.space import ParamSpace
+from fedsieve.privacy import zero_sum
+from fedsieve.privacy.fixed_point import FixedPoint
+from fedsieve.privacy.secagg import PHASES, Aborted, Sent, secure_sum, threshold_of
+from fedsieve.randomness import generator
+from fedsieve.wire.codec import MessageError
+
+PAD = PHASES.index("pad")
+ABORTED, ASTRAY, PADS_REMAIN, FEW_HOLDERS = "aborted", "not finite", "pads remain", "too few holders"
+MOST = 100  # clients in one sum, whose cost grows with the square of their number; more are summed in groups
+EXPONENTS = range(-126, 130)  # of a tensor's largest value, as powers of two; the first also stands for zero
+
+Losses = Mapping[int, tuple[int, str]]  # the phase in which a client is lost, and why
+
+
+def losses(seed: int, stage: str, round: int, fates: Mapping[int, str]) -> Losses:
+    """When clients with a bad fate are lost: they crash before a phase, or their answer is late or damaged in one."""
+
+    def phase(client: int) -> int:
+        return int(generator(seed, "phase", stage, round, client).integers(len(PHASES)))
+
+    return {
+        client: (PAD if fate == "late" else phase(client), fate)
+        for client, fate in fates.items()
+        if fate in ("crash", "late", "corrupt")
+    }
+
+
+@dataclass
+class Taken:
+    """What came of a secure sum: the total (None: it was aborted), who is in it, and why others are not."""
+
+    total: np.ndarray | None = None
+    survivors: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+
+
+def take(
+    channel: Channel, what: str, round: int, inputs: Mapping[int, np.ndarray], threshold: int, lost: Losses
+) -> Taken:
+    """The sum of clients' integers, every message of every phase counted; those `lost` fall out on the way."""
+    drops = {client: phase for client, (phase, why) in lost.items() if why not in ("late", "corrupt")}
+
+    def deliver(client: int, phase: int, answer: bytes) -> bytes:
+        if lost.get(client) == (phase, "late"):
+            raise MessageError("late", f"client {client} answered after the deadline")
+        return channel.damaged(answer, round, what, client) if lost.get(client) == (phase, "corrupt") else answer
+
+    found, traffic = Taken(), list[Sent]()
+    if len(inputs) >= threshold:
+        try:
+            found.survivors, found.total, traffic = secure_sum(inputs, threshold, drops, round, deliver)
+        except Aborted as aborted:
+            traffic = aborted.traffic
+    why = {client: lost[client][1] for client in drops}
+    for sent in traffic:
+        status = ABORTED if found.total is None and sent.status == "ok" else sent.status
+        channel.note(round, sent.client, sent.direction, f"{what}.{sent.phase}", sent.size, status)
+        if sent.status != "ok":
+            why[sent.client] = sent.status
+    found.refused = {client: why.get(client, ABORTED) for client in inputs if client not in found.survivors}
+    if not traffic:
+        channel.silence(what, list(inputs), round, "up", ABORTED)
+    return found
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+def secure_mean(
+    channel: Channel,
+    round: int,
+    k: int,
+    segments: Iterable[tuple[np.ndarray, list[int]]],
+    rows: Mapping[int, np.ndarray],
+    weights: Mapping[int, int],
+    weight_bound: int,
+    lost: Losses,
+    divide_by: Literal["holders", "all"],
+) -> tuple[Tensor | None, Taken]:
+    """The mean update (k,), float64, of those who stayed; None where it was aborted.
+
+    `segments` are places among the k values with the clients that hold them, all clients the first. A segment that fewer
+    hold than are needed for a sum of all stays as it is: the fewer they are, the more a sum says of each.
+    """
+    mean, everyone, least = torch.zeros(k, dtype=torch.float64, device=channel.device), 0, 0
+    whole: Taken | None = None
+    for places, holders in segments:
+        if len(holders) < least:
+            channel.silence("update", holders, round, "up", FEW_HOLDERS)
+            continue
+        mine = {client: rows[client][places] for client in holders if client in rows}
+        total, weight, found = weighted_sum(channel, round, len(places), holders, mine, weights, weight_bound, lost)
+        if whole is None:
+            whole, everyone, least = found, weight, threshold_of(channel.privacy.threshold, len(holders))
+            if found.total is None:
+                return None, found
+        if weight:
+            divisor = weight if divide_by == "holders" else everyone
+            mean[torch.from_numpy(places).to(mean.device)] = total / divisor
+    assert whole is not None
+    return mean, whole
+
+
+def weighted_sum(
+    channel: Channel,
+    round: int,
+    k: int,
+    asked: Sequence[int],
+    rows: Mapping[int, np.ndarray],
+    weights: Mapping[int, int],
+    weight_bound: int,
+    lost: Losses,
+) -> tuple[Tensor, int, Taken]:
+    """The sum (k,), float64, of weight * update over those who were `asked` and stayed, and their weight: 0 if aborted.
+
+    Values beyond the bound are cut. Who has no row is lost before it would be sent, and whose row is not finite is then.
+    """
+    privacy, gone = channel.privacy, dict(lost)
+    point = FixedPoint(privacy.bits, len(asked), privacy.bound * weight_bound, weight_bound)
+    inputs = dict.fromkeys(asked, np.zeros(k + point.digits, f"<u{privacy.bits // 8}"))
+    for client, row in rows.items():
+        if np.isfinite(row).all():
+            draws = channel.uniforms(round, "update", client, count=k)
+            cut = np.clip(row, -privacy.bound, privacy.bound, dtype=np.float64)  # in float32 the bound may round up
+            inputs[client] = point.encode(cut, weights[client], draws)
+        elif gone.get(client, (PAD, ""))[0] >= PAD:
+            gone[client] = PAD, ASTRAY
+            channel.silence("update", [client], round, "up", ASTRAY)
+    found = take(channel, "update", round, inputs, threshold_of(privacy.threshold, len(asked)), gone)
+    total, weight = (np.zeros(k), 0) if found.total is None else point.decode(found.total)
+    return torch.from_numpy(total).to(channel.device), weight, found
+
+
+def zero_sum_mean(
+    channel: Channel,
+    round: int,
+    over: Mask | ParamSpace,
+    rows: Mapping[int, Tensor],
+    weights: Mapping[int, int],
+) -> tuple[Tensor | None, dict[int, str]]:
+    """The mean update (k,), float64, of all clients from what they sent padded; None, and why, where one is missing."""
+    privacy, received, refused = channel.privacy, dict[int, Tensor](), dict[int, str]()
+    for client, row in rows.items():
+        sent = zero_sum.padded(
+            row,
+            weights[client],
+            client,
+            rows.keys(),
+            channel.stage,
+            round,
+            offset=privacy.pad_offset,
+            scale=privacy.pad_scale,
+        )
+        (reply,) = channel.up("update", [client], round, over, sent.float()[None], EXACT, [weights[client]])
+        if isinstance(reply, MessageError):
+            refused[client] = reply.reason
+        else:
+            received[client] = reply.values
+    if refused:  # which `zero_sum.total` would not take either
+        channel.silence("update", list(received), round, "up", PADS_REMAIN)
+        return None, dict.fromkeys(received, PADS_REMAIN) | refused
+    return zero_sum.total(received, rows.keys()) / sum(weights[client] for client in rows), {}
+
+
+# --- other sums ------------------------------------------------------------------------------------------------------
+
+
+def sum_at_64_bits(
+    channel: Channel,
+    what: str,
+    round: int,
+    parts: Iterable[tuple[int, Tensor, int]],
+    sizes: Sequence[int],
+    fates: Mapping[int, str],
+) -> tuple[Tensor, int]:
+    """The sum (k,), float64, of clients' values and of their n; with many clients, in groups of at most `MOST`.
+
+    `sizes` are those of the tensors that the k values belong to. A group that loses too many clients is left out.
+    """
+    rows = {client: np.append(values.double().cpu().numpy(), n) for client, values, n in parts}
+    lost = losses(channel.seed, channel.stage, round, fates)
+    total, groups = np.zeros(sum(sizes) + 1), -(-len(rows) // MOST)
+    for number in range(groups):
+        members = {client: rows[client] for client in sorted(rows)[number::groups]}
+        total += _sum_of_group(channel, what, round, members, [size for size in sizes if size] + [1], lost)
+    return torch.from_numpy(total[:-1]).to(channel.device), int(np.rint(total[-1]))
+
+
+def _sum_of_group(
+    channel: Channel,
+    what: str,
+    round: int,
+    rows: Mapping[int, np.ndarray],
+    sizes: Sequence[int],
+    lost: Losses,
+) -> np.ndarray:
+    threshold, starts = threshold_of(channel.privacy.threshold, len(rows)), np.cumsum([0, *sizes[:-1]])
+    exponents = {client: _exponents(np.maximum.reduceat(np.abs(row), starts)) for client, row in rows.items()}
+    scale = take(channel, f"{what}.scale", round, exponents, threshold, lost)
+    if scale.total is None:
+        return np.zeros(sum(sizes))
+    seen = scale.total.reshape(len(sizes), len(EXPONENTS)) > 0
+    largest = EXPONENTS[-1] - seen[:, ::-1].argmax(1)
+    point = FixedPoint(64, len(rows), np.repeat(2.0**largest, sizes))
+    inputs = {}
+    for client in scale.survivors:
+        draws = channel.uniforms(round, what, client, count=sum(sizes))
+        inputs[client] = point.encode(rows[client], 1, draws)
+    found = take(channel, what, round, inputs, threshold, {})
+    return np.zeros(sum(sizes)) if found.total is None else point.decode(found.total)[0]
+
+
+def _exponents(largest: np.ndarray) -> np.ndarray:
+    """For each tensor, the power of two that its values stay below: a 1 in one of 256 places."""
+    if not (largest < 2.0 ** EXPONENTS[-1]).all():
+        raise MessageError(ASTRAY, "scores or statistics that are not finite cannot be summed")
+    powers = np.where(largest > 0, np.frexp(largest)[1], EXPONENTS[0]).clip(EXPONENTS[0])
+    places = np.zeros((len(largest), len(EXPONENTS)), "<u2")
+    places[np.arange(len(largest)), powers - EXPONENTS[0]] = 1
+    return places.ravel()

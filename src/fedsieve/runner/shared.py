@@ -1,0 +1,56 @@
+"""What the runs of one process take over from one another, so that a grid of them pays for its start once.
+
+Compiled steps are not here: torch.compile itself knows networks of the same shape again.
+"""
+
+import copy
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from fedsieve.config import Data, Model
+from fedsieve.data.sources import ImageSet, Split, load_images
+from fedsieve.data.store import ImageStore
+from fedsieve.model.build import Classifier
+from fedsieve.model.weights import load_classifier
+
+T = TypeVar("T")
+# What decides which pixels a split has; the rest of a data section says how they are used.
+PIXELS = {"source", "subset", "revision", "image_column", "label_column", "train_split", "test_split", "test_fraction"}
+PIXELS |= {"size", "cache"}
+
+
+class Shared:
+    """Decoded images, images on the device, networks as they start, features of frozen backbones.
+
+    Results do not depend on it: what is kept is what a run alone would make. A run alone keeps nothing.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
+        self.keep = keep
+        self._kept: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gave the first time it was asked for under this key."""
+        if not self.keep:
+            return make()
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def images(self, data: Data, split: Split, say: Callable[[str], None] = lambda _: None) -> ImageSet:
+        """One split, read once."""
+        key = ("images", split, data.model_dump_json(include=PIXELS))
+        return self.once(key, lambda: load_images(data, split, say))
+
+    def store(self, data: Data, split: Split, images: ImageSet, device: torch.device) -> ImageStore:
+        """Its images where training wants them."""
+        key = ("store", split, images.fingerprint, device, data.placement)
+        return self.once(key, lambda: ImageStore(images.images, device, data.placement))
+
+    def classifier(self, config: Model, classes: int, size: int, seed: int) -> Classifier:
+        """A network of the caller's own, with the weights that a run with this seed starts from."""
+        key = ("classifier", config.model_dump_json(), classes, size, seed)
+        model = self.once(key, lambda: load_classifier(config, classes, size, seed))
+        return copy.deepcopy(model) if self.keep else model

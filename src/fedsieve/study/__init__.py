@@ -1,0 +1,1 @@
+"""Studies: grids of experiments, with the tables and figures they must produce."""

@@ -1,0 +1,337 @@
+"""What a study is: rows of experiments and the sections that show them, read from YAML inside the package.
+
+A row is a base config and some settings laid over it. Nothing here runs anything, or needs torch.
+"""
+
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import resources
+from string import Template
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from fedsieve.config import Experiment, Positive, Strict, apply_overrides, make_experiment, parse_yaml
+from fedsieve.errors import FedsieveError, did_you_mean
+
+STUDIES = ("drift", "personalization", "secure", "editing", "overlap", "beyond")
+SEARCH_FRACTION = 0.1  # of the training images, to choose settings on, where a row itself holds out none
+FOLDER = resources.files("fedsieve") / "assets" / "studies"
+Pair = Annotated[list[str], Field(min_length=2, max_length=2)]
+
+
+class RowSpec(Strict):
+    """A row, or with `each` one for every combination of its values, which `$name` stands for."""
+
+    name: str
+    label: str | None = Field(None, description="what tables call it; default: its name")
+    each: dict[str, list[Any]] = Field({}, description="values by name")
+    base: str | None = Field(None, description="one of the study's bases")
+    set: dict[str, Any] = Field({}, description="settings by dotted path")
+    reported: str | None = Field(None, description="id of what a report gives for it, in reported.csv")
+    tune: dict[str, list[Any]] = Field({}, description="settings chosen on validation at seed 0, with what is tried")
+    search: dict[str, Any] = Field({}, description="settings of the runs that choose, where they differ")
+    seeds: Positive | None = Field(None, description="at most so many; where seeds make no difference, 1")
+    keep: bool = Field(False, description="clients' masks are kept of every seed: something is measured on them")
+
+
+class FigureSpec(Strict):
+    kind: Literal["lines", "dots", "curves", "scatter", "allocation", "confusion", "predictions", "overlap", "data"]
+    title: str
+    rows: list[str] = Field([], description="default: those of the section")
+    x: str | None = Field(None, description="lines: a setting by dotted path, or partition; scatter: a measure")
+    by: str | None = Field(None, description="lines: the setting that tells lines apart")
+    y: str = "test_accuracy"
+    log: bool = False
+
+
+class ClaimSpec(Strict):
+    """Something a report says of two rows (or, in beyond, that one would like to know)."""
+
+    says: str
+    above: Pair | None = Field(None, description="the first row's measure is above the second's")
+    level: Pair | None = Field(None, description="the two differ by no more than `within`")
+    within: float = 0.01
+    exceeds: str | None = Field(None, description="the row's measure is above `than`")
+    than: float = 0.0
+    measure: str = "test_accuracy"
+
+    @property
+    def rows(self) -> list[str]:
+        return self.above or self.level or [self.exceeds or ""]
+
+
+class SectionSpec(Strict):
+    title: str
+    text: str = ""
+    rows: list[str] = Field([], description="patterns of rows' names")
+    columns: list[str] = Field(["test_accuracy"], description="measures")
+    figures: list[FigureSpec] = Field([])
+    claims: list[ClaimSpec] = Field([])
+
+
+class StudySpec(Strict):
+    title: str
+    source: str | None = Field(None, description="the report it follows")
+    text: str
+    assumed: list[str] = Field([], description="what the report leaves open, and how it is read here")
+    words: dict[str, Any] = Field({}, description="names for values: a setting that is one of them means its value")
+    base: dict[str, Any]
+    bases: dict[str, dict[str, Any]] = Field({}, description="laid over the base")
+    rows: list[RowSpec]
+    sections: list[SectionSpec]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    label: str
+    tree: Mapping[str, Any]  # the experiment, without a seed
+    reported: str | None
+    tune: Mapping[str, Sequence[Any]]
+    search: Mapping[str, Any]
+    seeds: int | None
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study as it is to be run: its rows, and what the command line changed in all of them."""
+
+    name: str
+    spec: StudySpec
+    rows: Mapping[str, Row]
+    overrides: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+    smoke: bool = False
+
+    def select(self, patterns: Sequence[str]) -> list[Row]:
+        """The rows whose names match one of the patterns (all, where there are none), in the study's order."""
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in self.rows):
+                raise FedsieveError(
+                    f'--rows: no row of {self.name} matches "{pattern}".{did_you_mean(pattern, self.rows)} '
+                    f"`fedsieve study {self.name} --list` shows them"
+                )
+        wanted = patterns or ["*"]
+        chosen = [row for row in self.rows.values() if any(fnmatchcase(row.name, pattern) for pattern in wanted)]
+        self._check_overrides(chosen)
+        return chosen
+
+    def matching(self, pattern: str) -> list[Row]:
+        """The rows that a pattern of the study's own means."""
+        return [row for row in self.rows.values() if fnmatchcase(row.name, pattern)]
+
+    def experiment(self, row: Row, seed: int, chosen: Mapping[str, Any] = {}) -> Experiment:
+        """What a row does with one seed and the settings that were chosen for it."""
+        return self._experiment(row, dict(row.tree), seed, chosen)
+
+    def search(self, row: Row, tried: Mapping[str, Any]) -> Experiment:
+        """What is run to see how good some settings of a row are, on validation."""
+        tree = apply_overrides(row.tree, _overrides(row.search))
+        experiment = self._experiment(row, tree, 0, tried)
+        held = experiment.data.val_fraction or SEARCH_FRACTION
+        data = experiment.data.model_copy(update={"val_fraction": held})
+        return experiment.model_copy(update={"data": data, "test": False, "test_curve": False})
+
+    def tune(self, row: Row, experiment: Experiment) -> dict[str, list[Any]]:
+        """What is tried for a row, by setting. In miniature only the first row of a group chooses, between two."""
+        tune = {key: list(values) for key, values in row.tune.items()}
+        last = experiment.stages[-1]
+        if self.rates and last.method == "sgd":
+            tune[f"stages.{last.name}.optimizer.lr"] = list(self.rates)
+        if not self.smoke:
+            return tune
+        group = row.name.partition("/")[0]
+        first = next(name for name in self.rows if name.partition("/")[0] == group)
+        return {key: values[:2] for key, values in tune.items()} if row.name == first else {}
+
+    def _experiment(self, row: Row, tree: dict[str, Any], seed: int, chosen: Mapping[str, Any]) -> Experiment:
+        tree = {"tracking": [], **(miniature(tree) if self.smoke else tree)}
+        tree["name"] = f"{self.name}-{row.name}".replace("/", "-")
+        given = [override for override in self.overrides if applies(tree, override)]
+        where = f"study {self.name}, row {row.name}"
+        return make_experiment(tree, [*given, *_overrides(chosen), f"seed={seed}"], where)
+
+    def _check_overrides(self, rows: Iterable[Row]) -> None:
+        for override in self.overrides:
+            if override.partition("=")[0].strip() in ("seed", "name"):
+                raise FedsieveError(f"command line: {override}: a study sets the seeds and names of its rows itself")
+            if not any(applies(row.tree, override) for row in rows):
+                raise FedsieveError(f"command line: {override} applies to none of the chosen rows of {self.name}")
+
+
+def _overrides(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def load_study(
+    name: str, overrides: Sequence[str] = (), rates: Sequence[float] = (), smoke: bool = False, where: Any = FOLDER
+) -> Study:
+    """A study of the package, or of another folder `where`."""
+    if name not in STUDIES and where is FOLDER:
+        raise FedsieveError(f'study: "{name}" is not there.{did_you_mean(name, STUDIES)} Allowed: {", ".join(STUDIES)}')
+    file = f"{name}.yaml"
+    tree = parse_yaml((where / file).read_text(encoding="utf-8"), file)
+    try:
+        spec = StudySpec.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise FedsieveError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    rows: dict[str, Row] = {}
+    for row in (row for item in spec.rows for row in _expanded(item, spec, file)):
+        if row.name in rows:
+            raise FedsieveError(f"{file}: two rows are named {row.name}")
+        rows[row.name] = row
+    study = Study(name, spec, rows, tuple(overrides), tuple(rates), smoke)
+    _check(study, file)
+    return study
+
+
+def _expanded(item: RowSpec, spec: StudySpec, file: str) -> list[Row]:
+    rows = []
+    for values in itertools.product(*item.each.values()):
+        words = dict(zip(item.each, values, strict=True))
+        own = _filled(item.model_dump(exclude={"each", "label"}), words)
+        label = _filled(item.label or item.name, {key: _spoken(value) for key, value in words.items()})
+        if own["base"] is not None and own["base"] not in spec.bases:
+            raise FedsieveError(f"{file}: row {own['name']}: no base {own['base']}. There are: {', '.join(spec.bases)}")
+        tree = _merged(spec.base, spec.bases[own["base"]] if own["base"] else {})
+        settings = {key: _meant(value, spec.words) for key, value in own["set"].items()}
+        tree = apply_overrides(tree, _overrides(settings))
+        extra = {key: own[key] for key in ("reported", "tune", "search", "seeds", "keep")}
+        rows.append(Row(own["name"], label, tree, **extra))
+    return rows
+
+
+def _spoken(value: Any) -> str:
+    """A value as a label says it: nc5 is Nc=5, least_sensitive two words."""
+    return re.sub(r"\bnc(\d+)\b", r"Nc=\1", re.sub(r"\biid\b", "IID", str(value))).replace("_", " ")
+
+
+def _filled(node: Any, words: Mapping[str, Any]) -> Any:
+    """`node` with `$name` replaced in every text; a text that is nothing but `$name` becomes the value itself."""
+    if isinstance(node, Mapping):
+        return {_filled(key, words): _filled(value, words) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_filled(item, words) for item in node]
+    if not isinstance(node, str):
+        return node
+    return words[node[1:]] if node[:1] == "$" and node[1:] in words else Template(node).substitute(words)
+
+
+def _meant(value: Any, words: Mapping[str, Any]) -> Any:
+    return words.get(value, value) if isinstance(value, str) else value
+
+
+def _merged(base: Any, over: Any) -> Any:
+    """`over` laid over `base`: mappings are joined unless they are of another kind, anything else is replaced."""
+    mappings = isinstance(base, Mapping) and isinstance(over, Mapping)
+    if not mappings or over.get("kind", base.get("kind")) != base.get("kind"):
+        return deepcopy(over)
+    return {key: _merged(base.get(key), over[key]) if key in over else deepcopy(base[key]) for key in {**base, **over}}
+
+
+def _check(study: Study, file: str) -> None:
+    """Refuse a definition that names rows or reported figures that are not there."""
+    known = {entry.id for entry in load_reported()}
+    for row in study.rows.values():
+        if row.reported is not None and row.reported not in known:
+            raise FedsieveError(f"{file}: row {row.name}: reported.csv has no id {row.reported}")
+    for section in study.spec.sections:
+        patterns = [*section.rows, *(pattern for figure in section.figures for pattern in figure.rows)]
+        patterns += [name for claim in section.claims for name in claim.rows]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in study.rows):
+                raise FedsieveError(f'{file}: section "{section.title}": no row matches {pattern}')
+
+
+@dataclass(frozen=True)
+class Reported:
+    """One figure of a report."""
+
+    id: str
+    metric: str
+    value: float
+    source: str
+    note: str
+
+
+def load_reported() -> list[Reported]:
+    """All figures that the reports give for rows of the studies."""
+    text = (FOLDER / "reported.csv").read_text(encoding="utf-8")
+    lines = csv.DictReader(io.StringIO(text))
+    return [Reported(line["id"], line["metric"], float(line["value"]), line["source"], line["note"]) for line in lines]
+
+
+# --- settings for all rows -------------------------------------------------------------------------------------------
+
+FEDERATED = {"federation", "message", "privacy", "executor", "clients_at_once"}
+ROUNDS = {"rounds", "local", "budget", "warmup_rounds"}
+EPOCHS = {"epochs", "warmup_epochs"}
+
+
+def applies(tree: Mapping[str, Any], override: str) -> bool:
+    """Whether an override means something to a row: rounds to a federated one, `mask.rule` to one with a mask."""
+    first, *rest = override.partition("=")[0].strip().split(".")
+    central = tree.get("federation") is None
+    if first in FEDERATED:
+        return not central
+    if first == "mask":
+        return tree.get("mask") is not None
+    if first == "stages" and rest:
+        stages = {str(stage["name"]): stage for stage in tree["stages"]}
+        stage = stages.get(rest[0])
+        if stage is None:
+            return rest[0].isdigit() and int(rest[0]) < len(stages)
+        length = ROUNDS | EPOCHS if stage.get("method") == "ridge" else ROUNDS if central else EPOCHS
+        return not (len(rest) > 1 and rest[1] in length)
+    return True
+
+
+# The miniature of a row: its own kind of training, on a network, data and clients so small that it takes a blink.
+TINY_MODEL = {"backbone": "vit_tiny_patch16_224", "weights": "none"}
+TINY_OPTIONS = {"patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
+TINY_CLIENTS, TINY_CLASSES = 30, 9  # three a round: the fewest that Krum and secure sums take
+
+
+def miniature(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's experiment on the embedded data, with one or two rounds, or an epoch."""
+    small = deepcopy(dict(tree))
+    small |= {"device": "cpu", "threads": 1, "checkpoint": {"every_seconds": 3600.0}}
+    data = small.setdefault("data", {})
+    data |= {"source": "digits", "size": 8, "normalize": "half", "val_fraction": 0.2 if data.get("val_fraction") else 0}
+    small["model"] = {**small.get("model", {}), **TINY_MODEL, "options": TINY_OPTIONS, "hidden": 16}
+    sieves = [small.get("mask"), *(stage.get("mask") for stage in small["stages"])]
+    for sieve in (sieve for sieve in sieves if sieve):
+        sieve["fisher"] = {**sieve.get("fisher", {}), "samples": 16, "batch_size": 16}
+        sieve["calibration_rounds"] = min(2, sieve.get("calibration_rounds", 1))
+        if "refresh" in sieve:
+            sieve["refresh"] = 1
+    if federation := small.get("federation"):
+        federation["clients"] = TINY_CLIENTS
+        if federation.get("partition", {}).get("nc"):
+            federation["partition"]["nc"] = min(federation["partition"]["nc"], TINY_CLASSES)
+        if isinstance(federation.get("aggregator"), dict):
+            federation["aggregator"]["f"] = 0
+        if federation.get("personal"):
+            federation["personal"] |= {"clients": 2, "local": {"steps": 1}}
+    for stage in (stage for stage in small["stages"] if stage.get("method") != "ridge"):
+        stage["batch_size"] = min(stage.get("batch_size", 128), 64) if federation else 512
+        if "epochs" in stage:
+            stage["epochs"] = 1
+        if "rounds" in stage:
+            stage |= {"rounds": 2, "local": {key: 1 for key in stage.get("local", {})}}
+        for key in ("warmup_epochs", "warmup_rounds", "early_stopping"):
+            stage.pop(key, None)
+    return small

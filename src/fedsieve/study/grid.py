@@ -1,0 +1,343 @@
+"""Running a study: every row with every seed, in one process that pays for its start once.
+
+What is finished is skipped, a killed run goes on inside, and a row of another config is never mixed in.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fedsieve.config import Experiment, Stage
+from fedsieve.data.exploration import explore as explore_images
+from fedsieve.data.sources import load_images
+from fedsieve.errors import Diverged, FedsieveError
+from fedsieve.files import folder_atomic, write_json
+from fedsieve.randomness import generator
+from fedsieve.report.explore import write_exploration
+from fedsieve.report.html import duration
+from fedsieve.runner.experiment import resume, run
+from fedsieve.runner.progress import Display, describe
+from fedsieve.runner.setup import preflight
+from fedsieve.runner.shared import Shared
+from fedsieve.study.definition import Row, Study, load_study
+from fedsieve.study.page import SAMPLE, write_study
+from fedsieve.study.results import (
+    FAILED,
+    Outcome,
+    Settings,
+    Trial,
+    best_trial,
+    next_settings,
+    read_outcome,
+    run_folder,
+    trial,
+    trial_place,
+)
+from fedsieve.train.loop import Tick
+
+RECORD = "study.json"
+SHOWN = 16  # training images on the page
+
+
+def begin(study: Study, out: Path) -> None:
+    """Make the study folder, or see that the one that is there is of the same study, changed in the same way."""
+    record = {"study": study.name, "overrides": list(study.overrides), "rates": list(study.rates), "smoke": study.smoke}
+    if (out / RECORD).exists():
+        there = _read_record(out)
+        if there != record:
+            raise FedsieveError(
+                f"--out: {out} was begun as `fedsieve study {_words(there)}`, and rows of two kinds are not mixed. "
+                "Go on with the same words, or choose another folder"
+            )
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FedsieveError(f"--out: {out} is there already and is no study folder. Choose another folder")
+    try:
+        write_json(out / RECORD, record)
+    except OSError as error:
+        raise FedsieveError(f"--out: {out} cannot be written: {error.strerror}") from None
+
+
+def _read_record(out: Path) -> dict[str, Any]:
+    try:
+        there = json.loads((out / RECORD).read_text())
+        return {key: there[key] for key in ("study", "overrides", "rates", "smoke")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedsieveError(f"{out / RECORD}: damaged: {error}. Choose another folder") from None
+
+
+def _words(record: dict[str, Any]) -> str:
+    rates = [f"--rates {','.join(f'{rate:g}' for rate in record['rates'])}"] if record["rates"] else []
+    return " ".join([record["study"], *record["overrides"], *rates, *["--smoke"] * record["smoke"]])
+
+
+def run_study(
+    study: Study,
+    out: Path,
+    rows: Sequence[Row],
+    seeds: int,
+    console: Console,
+    quiet: bool = False,
+    keep_all: bool = False,
+) -> Path:
+    """Run what is not finished, and write the page, also when stopped on the way; gives the page."""
+    begin(study, out)
+    display = GridDisplay(console, quiet)
+    with _only_process(out):
+        try:
+            Grid(study, out, rows, seeds, display, keep_all).run()
+            if any(figure.kind == "data" for section in study.spec.sections for figure in section.figures):
+                explore(study, out, display)
+        finally:
+            page = write_study(study, out, max(seeds, _seeds_there(out)))
+    return page
+
+
+def show_study(name: str, out: Path, seeds: int) -> Path:
+    """The page of what lies in a study folder."""
+    if not (out / RECORD).exists():
+        raise FedsieveError(
+            f"{out}: not a study folder (it has no {RECORD}). `fedsieve study {name} --out DIR` makes one"
+        )
+    there = _read_record(out)
+    if there["study"] != name:
+        raise FedsieveError(f"{out}: the folder of the study {there['study']}, not of {name}")
+    study = load_study(name, there["overrides"], there["rates"], there["smoke"])
+    return write_study(study, out, _seeds_there(out) or seeds)
+
+
+def _seeds_there(out: Path) -> int:
+    """How many seeds some row has."""
+    numbers = [folder.name.rpartition("-")[2] for folder in out.glob("runs/**/seed-*")]
+    return max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
+
+
+@contextlib.contextmanager
+def _only_process(out: Path) -> Iterator[None]:
+    """Keep a second process off a study folder."""
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FedsieveError(f"{out}: another process is working on this study") from None
+        yield
+
+
+class Grid:
+    """One process's work on a study folder."""
+
+    def __init__(
+        self, study: Study, out: Path, rows: Sequence[Row], seeds: int, display: "GridDisplay", keep_all: bool = False
+    ) -> None:
+        self.study, self.out, self.rows, self.seeds = study, out, rows, seeds
+        self.display, self.keep_all, self.shared = display, keep_all, Shared()
+
+    def run(self) -> None:
+        """All rows with the first seed, then all with the second, and so on: what is there early is there for every row."""
+        self._check()
+        images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
+        costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
+        with self.display.grid(self._planned(costs)):
+            for seed in range(self.seeds):
+                for row in self.rows:
+                    if seed < (row.seeds or self.seeds):
+                        self._do(row, seed, costs[row.name])
+
+    def _check(self) -> None:
+        """Refuse, before anything runs, what cannot run here and rows that were made with another config."""
+        for row in self.rows:
+            experiment = self.study.experiment(row, 0)
+            preflight(experiment, self.shared)
+            if self.study.tune(row, experiment):
+                continue  # seen to when its settings are known
+            for seed in range(min(self.seeds, row.seeds or self.seeds)):
+                folder = run_folder(self.out, row, {}) / f"seed-{seed}"
+                self._refuse_other(read_outcome(folder, self.study.experiment(row, seed)))
+
+    def _refuse_other(self, outcome: Outcome) -> None:
+        if outcome.state == "another config":
+            raise FedsieveError(
+                f"{outcome.folder}: made with another config: it {outcome.reason}. Rows of two configs are not mixed: "
+                "choose another --out, or delete this run"
+            )
+
+    def _planned(self, costs: Mapping[str, float]) -> list[float]:
+        """What every run costs that is planned; how far rates must be widened is not known before."""
+        planned = []
+        for row in self.rows:
+            tried = [len(values) for values in self.study.tune(row, self.study.experiment(row, 0)).values()]
+            runs = min(self.seeds, row.seeds or self.seeds) + (math.prod(tried) if tried else 0)
+            planned += [costs[row.name]] * runs
+        return planned
+
+    def _do(self, row: Row, seed: int, size: float) -> None:
+        chosen = self._choose(row, size)
+        if chosen is not None:
+            folder = run_folder(self.out, row, chosen) / f"seed-{seed}"
+            self._run(row, f"{row.name} seed {seed}", folder, self.study.experiment(row, seed, chosen), size)
+
+    def _choose(self, row: Row, size: float) -> Settings | None:
+        """The settings of a row, from runs on validation where some are to be chosen; None where all diverged."""
+        tune = self.study.tune(row, self.study.experiment(row, 0))
+        if not tune:
+            return {}
+        trials: list[Trial] = []
+        while (settings := next_settings(tune, trials, self.study.smoke)) is not None:
+            words = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
+            folder, experiment = trial_place(self.study, row, settings, self.out)
+            self._run(row, f"{row.name} trying {words}", folder, experiment, size)
+            trials.append(trial(self.study, row, settings, self.out))
+        best = best_trial(trials)
+        return best.settings if best else None
+
+    def _run(self, row: Row, name: str, folder: Path, experiment: Experiment, size: float) -> None:
+        """One run, or what is left of it."""
+        outcome = read_outcome(folder, experiment)
+        self._refuse_other(outcome)
+        if outcome.state in ("finished", "diverged"):
+            self.display.skip(size)
+            return
+        self.display.next(name)
+        began = time.perf_counter()
+        try:
+            if outcome.state == "not run":
+                shutil.rmtree(folder, ignore_errors=True)  # at most the beginning of a config
+                summary = run(experiment, folder, self.display, page=False, shared=self.shared)
+            else:
+                summary = resume(folder, self.display, page=False, shared=self.shared)
+            tested = summary.get("test_accuracy")
+            told = f"val {_percent(summary['val_accuracy'])}" if tested is None else f"test {_percent(tested)}"
+        except Diverged as error:
+            write_json(folder / FAILED, {"reason": str(error)})
+            told = "diverged"
+        except FedsieveError as error:
+            if error.exit_code >= 128:
+                raise FedsieveError(
+                    f"stopped in {name}; nothing is lost. The same command goes on from here", error.exit_code
+                ) from None
+            raise FedsieveError(f"{name}: {error}", error.exit_code) from None
+        if not self.keep_all:
+            slim(folder, weights=experiment.seed == 0, masks=experiment.seed == 0 or row.keep)
+        self.display.done(f"{name}: {told}, {time.perf_counter() - began:.1f} s", size)
+
+
+def _percent(accuracy: float) -> str:
+    return f"{100 * accuracy:.2f} %"
+
+
+def slim(folder: Path, weights: bool, masks: bool) -> None:
+    """Take from a finished run what only going on would need, and unless asked to stay, its weights and clients' masks."""
+    shutil.rmtree(folder / "clients", ignore_errors=True)
+    patterns = ["checkpoints/*.ckpt"]
+    patterns += [] if weights else ["checkpoints/*.safetensors"]
+    patterns += [] if masks else ["masks/*.client-*.safetensors"]
+    for file in (file for pattern in patterns for file in folder.glob(pattern)):
+        file.unlink(missing_ok=True)
+
+
+def explore(study: Study, out: Path, display: "GridDisplay") -> None:
+    """A page about the study's training images, and some of them to show, made once."""
+    folder, experiment = out / "data", study.experiment(next(iter(study.rows.values())), 0)
+    if folder.exists():
+        return
+    display.say("looking at the data")
+    images = load_images(experiment.data, "train", display.say)
+    found = explore_images(images.images, images.labels, images.class_names, experiment.seed)
+    rows = generator(experiment.seed, "samples").permutation(len(images))[:SHOWN]
+    names = np.array(images.class_names)[images.labels[rows].numpy()]
+    with folder_atomic(folder) as filling:
+        write_exploration(found, images.images, experiment.data.source, filling)
+        np.savez_compressed(filling / SAMPLE, images=images.images[rows].numpy(), names=names)
+
+
+# --- how much there is to do -----------------------------------------------------------------------------------------
+
+
+def cost(experiment: Experiment, images: int) -> float:
+    """Roughly how many images a run trains on: what its share of the remaining time is reckoned by."""
+    seen = images * (1 - experiment.data.val_fraction)
+    return sum(_cost(experiment, stage, seen) for stage in experiment.stages)
+
+
+def _cost(experiment: Experiment, stage: Stage, images: float) -> float:
+    if stage.train == "head" and (stage.method == "ridge" or experiment.data.transform == "resize"):
+        return images / 3  # one pass without a backward one
+    federation = experiment.federation
+    if federation is None:
+        return stage.length * images
+    clients = federation.clients or 100
+    cohort = federation.cohort if isinstance(federation.cohort, int) else max(1, round(federation.cohort * clients))
+    local = stage.local.steps * stage.batch_size if stage.local.steps else (stage.local.epochs or 1) * images / clients
+    return stage.length * cohort * local
+
+
+class GridDisplay(Display):
+    """Progress over a whole grid: a bar for it and one for the run under way; elsewhere a line for every run."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        super().__init__(console, quiet)
+        self.runs = self.over = 0  # runs in all, and those that are over
+        self.ahead = self.spent = 0.0  # what is still to do, and what was done here, in images
+        self.name = ""
+
+    @contextlib.contextmanager
+    def grid(self, costs: Sequence[float]) -> Iterator[None]:
+        """While the grid runs; `costs` are those of all its runs."""
+        self.runs, self.ahead, self.began = len(costs), sum(costs), time.perf_counter()
+        if self.console.is_terminal and not self.quiet:
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+            self._bars = Progress(TextColumn("[bold]{task.description}"), *columns, console=self.console)
+            self.whole = self._bars.add_task("all runs", total=self.runs, note="")
+            self.one = self._bars.add_task("", note="")
+        with self._bars or contextlib.nullcontext():
+            yield
+
+    def __enter__(self) -> "GridDisplay":
+        return self  # a run begins: the bars are there already
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        """What a run says of itself would bury the grid's own lines."""
+        if not self.name:
+            super().say(text)
+
+    def step(self, stage: str, tick: Tick) -> None:
+        if self._bars is not None:
+            note: dict[str, Any] = {"note": describe(tick.record)} if tick.record else {}
+            name = f"{self.name}, {stage}"
+            self._bars.update(self.one, description=name, total=tick.steps, completed=tick.step, **note)
+
+    def next(self, name: str) -> None:
+        """A run begins."""
+        self.name = name
+        if self._bars is not None:
+            self._bars.reset(self.one, description=name, note="")
+
+    def done(self, text: str, cost: float) -> None:
+        """A run is over."""
+        self.name, self.spent = "", self.spent + cost
+        self.skip(cost)
+        left = self.ahead * (time.perf_counter() - self.began) / self.spent
+        about = f"about {duration(left)} left" if self.ahead > 0 else "all done"
+        if self._bars is not None:
+            self._bars.update(self.whole, note=about)
+        self.say(f"{self.over:>3} of {self.runs}  {text}" + ("" if self._bars else f"; {about}"))
+
+    def skip(self, cost: float) -> None:
+        """A run that was over before."""
+        self.over, self.ahead = self.over + 1, max(0.0, self.ahead - cost)
+        self.runs = max(self.runs, self.over)
+        if self._bars is not None:
+            self._bars.update(self.whole, completed=self.over, total=self.runs)

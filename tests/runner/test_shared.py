@@ -1,0 +1,65 @@
+"""Runs that share what they load must give what runs alone give."""
+
+import json
+
+import pytest
+import torch
+
+from fedsieve.runner import shared as module
+from fedsieve.runner.experiment import run
+from fedsieve.runner.shared import Shared
+
+FEDERATED = (
+    "federation={clients: 6, cohort: 0.5}",
+    "mask={rule: high_magnitude, sparsity: 0.5, scope: client}",
+    "stages=[{name: head, train: head, rounds: 1}, {name: backbone, train: backbone, sparse: true, rounds: 2}]",
+)
+CENTRAL = ("mask={rule: random, sparsity: 0.5}", "stages.backbone.sparse=true")
+
+
+def results(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timeless = [{k: v for k, v in row.items() if k not in ("seconds", "images_per_second")} for row in records]
+    return timeless, json.loads((folder / "summary.json").read_text())["test_loss"]
+
+
+def test_sharing_changes_no_result(tiny, tmp_path):
+    shared = Shared()
+    for number, overrides in enumerate([CENTRAL, FEDERATED, (*CENTRAL, "seed=4")]):
+        run(tiny(*overrides), tmp_path / f"shared-{number}", shared=shared, page=False)
+        run(tiny(*overrides), tmp_path / f"alone-{number}", page=False)
+        assert results(tmp_path / f"shared-{number}") == results(tmp_path / f"alone-{number}")
+
+
+def test_images_are_read_and_networks_are_built_once(tiny, tmp_path, monkeypatch):
+    counts = {"load_images": 0, "load_classifier": 0}
+    for name in counts:
+        real = getattr(module, name)
+
+        def counting(*arguments, real=real, name=name):
+            counts[name] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, counting)
+    shared = Shared()
+    for number, overrides in enumerate([CENTRAL, FEDERATED, FEDERATED]):
+        run(tiny(*overrides), tmp_path / str(number), shared=shared, page=False)
+    assert counts == {"load_images": 2, "load_classifier": 1}  # two splits, one network
+    assert not (tmp_path / "0" / "report.html").exists()
+
+
+def test_a_network_that_one_run_changed_is_new_for_the_next(tiny):
+    config, shared = tiny().model, Shared()
+    first = shared.classifier(config, 10, 8, 0)
+    with torch.no_grad():
+        first.head.bias += 1
+    assert torch.equal(shared.classifier(config, 10, 8, 0).head.bias, first.head.bias - 1)
+
+
+@pytest.mark.parametrize("change", ["data.size=16", "model.options.depth=1"])
+def test_what_differs_is_not_taken_for_the_same(tiny, tmp_path, change):
+    shared = Shared()
+    run(tiny(), tmp_path / "before", shared=shared, page=False)
+    run(tiny(change), tmp_path / "shared", shared=shared, page=False)
+    run(tiny(change), tmp_path / "alone", page=False)
+    assert results(tmp_path / "shared") == results(tmp_path / "alone")
