@@ -32,6 +32,7 @@ def distributed(device: torch.device, smoke: bool) -> Result:
         "federation.partition={kind: iid}",  # the demo's 1,437 images are one or two for each
         "federation.cohort=1.0",
         f"stages.backbone.rounds={rounds}",
+        "stages.backbone.warmup_rounds=0",
         "tracking=[]",
         "device=cpu",
     ]
