@@ -522,7 +522,7 @@ def study(
     some = chosen.select(rows or [])
     if show_rows:
         for row in some:
-            told = f" [dim](reported: {escape(row.reported)})[/]" if row.reported else ""
+            told = f" [dim](reported: {escape(', '.join(row.reported))})[/]" if row.reported else ""
             console.print(f"[bold]{escape(row.name)}[/]  {escape(row.label)}{told}", highlight=False, soft_wrap=True)
         return
     from fedsieve.study.grid import run_study, show_study

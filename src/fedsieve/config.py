@@ -763,9 +763,6 @@ class Experiment(Strict):
                 raise ValueError(why)
         if _given(federation.server, "momentum_correction") and not any(sieve.refresh for sieve in sieves):
             raise ValueError("federation.server.momentum_correction goes with mask.refresh: no mask ever changes")
-        for wrong, why in trust_conflicts(self, federation):
-            if wrong:
-                raise ValueError(why)
 
     def _check_sieve(self, stage: Stage, sieve: Sieve) -> None:
         """In a federation."""

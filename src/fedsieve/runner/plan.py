@@ -11,6 +11,7 @@ from fedsieve.data.sources import choose_classes, count_images, survey
 from fedsieve.data.store import free_memory
 from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
+from fedsieve.model.weights import load_classifier
 from fedsieve.privacy.dp import outlook, planned, sigma_of, spent
 from fedsieve.privacy.secagg import threshold_of
 from fedsieve.report.html import size
@@ -34,6 +35,8 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
     train = len(train_rows)
     held = rows - train
     model = blank_model(experiment, classes)
+    if experiment.model.weights not in ("hub", "none", "digits"):  # a file: whether it fits costs no download
+        load_classifier(experiment.model, classes, data.size, experiment.seed)
     for stage in experiment.stages:
         if (sieve := experiment.mask_of(stage)) is not None:  # the head is of its real size now
             check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))

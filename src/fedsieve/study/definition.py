@@ -4,6 +4,7 @@ A row is a base config and some settings laid over it. Nothing here runs anythin
 """
 
 import csv
+import functools
 import io
 import itertools
 import json
@@ -35,7 +36,7 @@ class RowSpec(Strict):
     each: dict[str, list[Any]] = Field({}, description="values by name")
     base: str | None = Field(None, description="one of the study's bases")
     set: dict[str, Any] = Field({}, description="settings by dotted path")
-    reported: str | None = Field(None, description="id of what a report gives for it, in reported.csv")
+    reported: str | list[str] = Field([], description="ids of what a report gives for it, in reported.csv")
     tune: dict[str, list[Any]] = Field({}, description="settings chosen on validation at seed 0, with what is tried")
     search: dict[str, Any] = Field({}, description="settings of the runs that choose, where they differ")
     seeds: Positive | None = Field(None, description="at most so many; where seeds make no difference, 1")
@@ -94,7 +95,7 @@ class Row:
     name: str
     label: str
     tree: Mapping[str, Any]  # the experiment, without a seed
-    reported: str | None
+    reported: tuple[str, ...]  # ids in reported.csv
     tune: Mapping[str, Sequence[Any]]
     search: Mapping[str, Any]
     seeds: int | None
@@ -186,8 +187,8 @@ def load_study(
     try:
         spec = StudySpec.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise FedsieveError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        problems = [f"{file}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise FedsieveError("\n".join(problems)) from None
     rows: dict[str, Row] = {}
     for row in (row for item in spec.rows for row in _expanded(item, spec, file)):
         if row.name in rows:
@@ -209,8 +210,9 @@ def _expanded(item: RowSpec, spec: StudySpec, file: str) -> list[Row]:
         tree = _merged(spec.base, spec.bases[own["base"]] if own["base"] else {})
         settings = {key: _meant(value, spec.words) for key, value in own["set"].items()}
         tree = apply_overrides(tree, _overrides(settings))
-        extra = {key: own[key] for key in ("reported", "tune", "search", "seeds", "keep")}
-        rows.append(Row(own["name"], label, tree, **extra))
+        reported = [own["reported"]] if isinstance(own["reported"], str) else own["reported"]
+        extra = {key: own[key] for key in ("tune", "search", "seeds", "keep")}
+        rows.append(Row(own["name"], label, tree, tuple(reported), **extra))
     return rows
 
 
@@ -246,8 +248,9 @@ def _check(study: Study, file: str) -> None:
     """Refuse a definition that names rows or reported figures that are not there."""
     known = {entry.id for entry in load_reported()}
     for row in study.rows.values():
-        if row.reported is not None and row.reported not in known:
-            raise FedsieveError(f"{file}: row {row.name}: reported.csv has no id {row.reported}")
+        for name in row.reported:
+            if name not in known:
+                raise FedsieveError(f"{file}: row {row.name}: reported.csv has no id {name}")
     for section in study.spec.sections:
         patterns = [*section.rows, *(pattern for figure in section.figures for pattern in figure.rows)]
         patterns += [name for claim in section.claims for name in claim.rows]
@@ -267,11 +270,18 @@ class Reported:
     note: str
 
 
+@functools.cache
 def load_reported() -> list[Reported]:
     """All figures that the reports give for rows of the studies."""
     text = (FOLDER / "reported.csv").read_text(encoding="utf-8")
     lines = csv.DictReader(io.StringIO(text))
     return [Reported(line["id"], line["metric"], float(line["value"]), line["source"], line["note"]) for line in lines]
+
+
+def reported_of(row: Row, measure: str) -> Reported | None:
+    """What a report gives for a row."""
+    wanted = {(name, measure) for name in row.reported}
+    return next((entry for entry in load_reported() if (entry.id, entry.metric) in wanted), None)
 
 
 # --- settings for all rows -------------------------------------------------------------------------------------------
@@ -318,6 +328,8 @@ def miniature(tree: Mapping[str, Any]) -> dict[str, Any]:
         sieve["calibration_rounds"] = min(2, sieve.get("calibration_rounds", 1))
         if "refresh" in sieve:
             sieve["refresh"] = 1
+    if dp := small.get("privacy", {}).get("dp"):
+        small["privacy"]["dp"] = {"clip_norm": dp["clip_norm"], "noise_multiplier": 1.0}  # finding one takes seconds
     if federation := small.get("federation"):
         federation["clients"] = TINY_CLIENTS
         if federation.get("partition", {}).get("nc"):

@@ -49,23 +49,32 @@ RECORD = "study.json"
 SHOWN = 16  # training images on the page
 
 
-def begin(study: Study, out: Path) -> None:
-    """Make the study folder, or see that the one that is there is of the same study, changed in the same way."""
-    record = {"study": study.name, "overrides": list(study.overrides), "rates": list(study.rates), "smoke": study.smoke}
+def check_folder(study: Study, out: Path) -> None:
+    """Refuse a folder that is no study's, or was begun with other words."""
     if (out / RECORD).exists():
         there = _read_record(out)
-        if there != record:
+        if there != _record(study):
             raise FedsieveError(
                 f"--out: {out} was begun as `fedsieve study {_words(there)}`, and rows of two kinds are not mixed. "
                 "Go on with the same words, or choose another folder"
             )
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FedsieveError(f"--out: {out} is there already and is no study folder. Choose another folder")
+
+
+def begin(study: Study, out: Path) -> None:
+    """Make the study folder, where it is not there."""
+    if (out / RECORD).exists():
+        return
     try:
-        write_json(out / RECORD, record)
+        write_json(out / RECORD, _record(study))
     except OSError as error:
         raise FedsieveError(f"--out: {out} cannot be written: {error.strerror}") from None
+
+
+def _record(study: Study) -> dict[str, Any]:
+    """The words that a study is run with."""
+    return {"study": study.name, "overrides": list(study.overrides), "rates": list(study.rates), "smoke": study.smoke}
 
 
 def _read_record(out: Path) -> dict[str, Any]:
@@ -91,11 +100,14 @@ def run_study(
     keep_all: bool = False,
 ) -> Path:
     """Run what is not finished, and write the page, also when stopped on the way; gives the page."""
-    begin(study, out)
     display = GridDisplay(console, quiet)
+    grid = Grid(study, out, rows, seeds, display, keep_all)
+    check_folder(study, out)
+    grid.check()
+    begin(study, out)
     with _only_process(out):
         try:
-            Grid(study, out, rows, seeds, display, keep_all).run()
+            grid.run()
             if any(figure.kind == "data" for section in study.spec.sections for figure in section.figures):
                 explore(study, out, display)
         finally:
@@ -144,7 +156,6 @@ class Grid:
 
     def run(self) -> None:
         """All rows with the first seed, then all with the second, and so on: what is there early is there for every row."""
-        self._check()
         images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
         costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
         with self.display.grid(self._planned(costs)):
@@ -153,7 +164,7 @@ class Grid:
                     if seed < (row.seeds or self.seeds):
                         self._do(row, seed, costs[row.name])
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Refuse, before anything runs, what cannot run here and rows that were made with another config."""
         for row in self.rows:
             experiment = self.study.experiment(row, 0)
