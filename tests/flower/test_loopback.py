@@ -41,7 +41,7 @@ def walk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("walk")
     with Processes(folder) as processes:
         ports = {"9092": str(free_port())} | {f"909{number + 4}": str(free_port()) for number in range(3)}
-        for words, commands in steps().items():
+        for commands in steps().values():
             commands = commands.replace("909$((number + 4))", "$((9094 + number))")
             if "flwr run" in commands:
                 break

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedsieve.config import Stage
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.calibrate import client_scores, one_mask, sieve_at
+from fedsieve.federation.calibrate import client_scores, one_mask, scored_rows, sieve_at
 from fedsieve.federation.channel import EXACT, NO_VALUES, Channel
 from fedsieve.federation.executors import Trained
 from fedsieve.federation.remote import effort_space
@@ -336,8 +336,10 @@ class Visit:
         active, number = starting_mask(sieve, self.site.model, self.space), head["number"]
         if active.id != head["over"]:
             active = self._mask(head["over"])
-        values, n = client_scores(self.context, self.space, sieve, active, number, self.client, head["among"], *address)
-        self.outbox.up("scores", [self.client], head["round"], active, values[None], EXACT, [n])
+        rows = scored_rows(self.context, self.client, -(-sieve.fisher.samples // head["among"]), *address)
+        asked = [(rows, (*address, self.client))]
+        ((values, n),) = client_scores(self.context, self.space, sieve, active, number, asked)
+        self.outbox.up("scores", [self.client], head["round"], active, values.float()[None], EXACT, [n])
         # The next question of this calibration sends its mask within this one.
         self._put({f"{MASK}{active.id}": active})
 

@@ -21,12 +21,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fedsieve import launch
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.sites import Transport
 from fedsieve.federation.state import Context, ServerState
+from fedsieve.federation.team import LostRank, Team
 from fedsieve.files import write_atomic, write_json
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, build_classifier
@@ -47,6 +49,7 @@ from fedsieve.runner.federated import (
     write_clients,
 )
 from fedsieve.runner.progress import Display
+from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
 from fedsieve.runner.remote import check_place, meet_sites, test_at_sites
 from fedsieve.runner.setup import Setup, config_digest, fit_stage, preflight, prepare
 from fedsieve.runner.shared import Shared
@@ -71,9 +74,13 @@ def run(
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
     Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of one
-    process may hand what they loaded from one to the next in `shared`. With a `transport`, clients are sites elsewhere.
+    process may hand what they loaded from one to the next in `shared`. With a `transport`, clients are sites elsewhere. Under
+    torchrun, ranks other than 0 help rank 0, and end here when it ends.
     """
     folder, display = Path(folder), display or Display.silent()
+    check_launch(experiment)
+    if launch.rank():
+        help_out(experiment)
     check_free(folder)
     preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
@@ -113,10 +120,15 @@ def resume(
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
+        if launch.rank():
+            raise SystemExit
         display.say(f"{folder}: this run is finished")
         if page:
             _write_page(folder)
         return summary
+    check_launch(experiment)
+    if launch.rank():
+        help_out(experiment)
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
@@ -154,23 +166,25 @@ def _execute(
     transport: Transport | None,
 ) -> dict[str, Any]:
     check_place(experiment, folder, transport)
-    with _only_process(folder), _stop_signals() as signals, display:
+    with leading(experiment) as team, _only_process(folder), _stop_signals() as signals, display:
         try:
-            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), transport).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), team, transport).go()
             if page:
                 _write_page(folder)
             return summary
         except KeyboardInterrupt:
             raise FedsieveError(
-                f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
+                f"stopped. {_intact(folder)}`{launch.command()} resume {folder}` goes on",
                 128 + (signals.received or signal.SIGINT),
             ) from None
+        except LostRank as error:
+            raise FedsieveError(f"{error}. {_intact(folder)}`{launch.command()} resume {folder}` goes on", 1) from None
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
             raise FedsieveError(
                 f"{error.filename or folder}: the disk is full ({error.strerror}). {_intact(folder)}Make room, then "
-                f"`fedsieve resume {folder}`",
+                f"`{launch.command()} resume {folder}`",
                 1,
             ) from None
 
@@ -190,10 +204,11 @@ class _Run:
         display: Display,
         signals: "_Signals",
         shared: Shared,
+        team: Team | None,
         transport: Transport | None,
     ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
-        self.shared, self.transport = shared, transport
+        self.shared, self.team, self.transport = shared, team, transport
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -212,8 +227,9 @@ class _Run:
         if self.experiment.threads is not None:
             torch.set_num_threads(self.experiment.threads)
         device, environment = choose_device(self.experiment.device), self.folder / "environment.json"
+        check_ranks(self.experiment, device, _read_json(environment).get("ranks"))
         if not environment.exists():
-            write_json(environment, describe_environment(device))
+            write_json(environment, describe_environment(device) | {"ranks": launch.ranks()})
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         saved = load_newest(self.folder / "checkpoints", self.display.say)
@@ -240,7 +256,10 @@ class _Run:
                 self.memories[-1] if self.memories else None,
                 self.marks["config.yaml"],
                 self.given,
+                self.team,
             )
+            if self.team:
+                share(self.team, self.setup, self.marks)
             if self.transport is not None:
                 weights = self.marks["model.weights"]
                 self.context.sites = meet_sites(self.context, self.setup, weights, self.folder, self.transport)
@@ -385,7 +404,8 @@ class _Run:
             self._save()
         if signal_number is not None:
             raise FedsieveError(
-                f'stopped in stage "{stage.name}"; nothing is lost. `fedsieve resume {self.folder}` goes on from here',
+                f'stopped in stage "{stage.name}"; nothing is lost. `{launch.command()} resume {self.folder}` goes on '
+                "from here",
                 128 + signal_number,
             )
 

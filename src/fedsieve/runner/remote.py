@@ -32,6 +32,10 @@ def check_remote(experiment: Experiment) -> None:
     settings = experiment.federation
     if settings is None:
         raise FedsieveError("federation: sites need one, and this experiment is central")
+    if experiment.executor == "distributed":
+        raise FedsieveError(
+            "executor: distributed shares clients out among processes, and sites have their own: drop it"
+        )
     failures = settings.failures
     simulated = {
         "failures.unavailable": failures.unavailable,
