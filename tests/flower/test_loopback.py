@@ -3,50 +3,269 @@
 They are started once, by the commands of docs/flower.md, and serve all tests of this file in turn.
 """
 
+import json
+import os
 import re
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from tests.flower.loopback import Processes, free_port
+import torch
+from safetensors.torch import load_file
+from tests.flower.loopback import Processes, free_ports, new_key, other_authority
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedsieve[flower]'")
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedsieve[flower]'")
 
+from rich.console import Console
 
-pytestmark = pytest.mark.loopback
-LIMIT = 400  # seconds for a run; a free machine takes a tenth
-SITES = ("north", "south", "west")
+from fedsieve.config import load_config
+from fedsieve.flower import warm
+from fedsieve.flower.project import write_app
+from fedsieve.flower.simulation import simulate
+from fedsieve.model.weights import FINAL
+from fedsieve.runner.experiment import run
+from fedsieve.runner.setup import asset
+from fedsieve.wire.ledger import lines
+
+LIMIT = 500  # seconds for a run on a busy machine; a free one takes a tenth
 DEMO = (
     "federation.clients=3",
     "federation.cohort=3",
     "federation.evaluate_every=1",
     "federation.partition={kind: iid}",
     "stages.backbone.rounds=2",
+    "stages.backbone.warmup_rounds=0",
     "executor=sequential",
     "tracking=[]",
 )
 
 
-def steps() -> dict[str, str]:
-    """The commands of the walk-through, by the words in front of them."""
+def commands() -> list[str]:
+    """The commands of the walk-through."""
     text = (Path(__file__).parents[2] / "docs" / "flower.md").read_text()
-    text = text[text.index("## Three sites, step by step") :]
-    found = re.findall(r"\n\n([^\n]*(?:\n[^\n]+)*?):\n\n```bash\n(.*?)```", text, re.DOTALL)
-    return dict(found)
+    return re.findall(r"```bash\n(.*?)```", text[text.index("## Three sites, step by step") :], re.DOTALL)
+
+
+class Federation(Processes):
+    """The walk-through up to the SuperNodes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        (folder / "tmp").mkdir(mode=0o700)
+        self.environment["TMPDIR"] = str(folder / "tmp")  # where the sockets of sites are
+        self.port, self.left = free_ports(5), commands()
+
+    def go_through(self, until: str) -> None:
+        """Run the commands of the walk-through up to those with some words in them."""
+        while self.left and until not in self.left[0]:
+            self.bash(self.here(self.left.pop(0)), LIMIT)
+
+    def here(self, text: str) -> str:
+        return text.replace("9092", str(self.port)).replace("9094", str(self.port + 2))
+
+    def start_run(self, experiment, name: str) -> Path:
+        """Run an experiment on the SuperLink; gives the folder that its files will be in."""
+        folder = self.folder / name
+        write_app(experiment, self.folder / f"app-{name}", str(folder))
+        self.bash(f"flwr run app-{name} three-sites", LIMIT)
+        return folder
+
+    def end(self, folder: Path) -> Path:
+        self.until(lambda: (folder / "summary.json").exists(), LIMIT)
+        return folder
+
+    def node(self, site: str) -> list[int]:
+        """The processes of a SuperNode, and what it has started but the site's own."""
+        found = self.alive("flower-supernode", f"{site}/key")
+        for process in found:
+            found += [int(child) for child in _children(process) if int(child) not in found]
+        return found
+
+    def kill_node(self, site: str) -> None:
+        self.kill(self.node(site))
+
+    def start_node(self, site: str) -> None:
+        number = ("north", "south", "west").index(site)
+        command = next(text for text in commands() if "flower-supernode" in text)
+        one = self.here(command).replace("number=0", f"number={number}").replace("in north south west", f"in {site}")
+        self.bash(one, LIMIT)
+
+    def socket(self, site: str) -> str:
+        """Where the own process of a site listens."""
+        name = Path(warm.address_of(str(self.folder / site / "files"))).name
+        return str(self.folder / "tmp" / f"fedsieve-{os.getuid()}" / name)
+
+    def own_process(self, site: str) -> int:
+        (found,) = self.until(lambda: self.alive("fedsieve.flower.warm", self.socket(site)), LIMIT)
+        return found
+
+
+def _children(process: int) -> list[str]:
+    try:
+        tasks = Path(f"/proc/{process}/task").iterdir()
+        return " ".join((task / "children").read_text() for task in tasks).split()
+    except OSError:
+        return []
+
+
+@contextmanager
+def impostor(address: str):
+    """Something that answers in the place of a site's own process, with bytes that mean nothing."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with Connection(connection.detach()) as client:
+                client.recv_bytes()
+                client.recv_bytes()
+                client.send_bytes(warm.TAKEN)
+                client.send_bytes(os.urandom(300))
+
+    listener = socket.socket(socket.AF_UNIX)
+    Path(address).unlink(missing_ok=True)
+    listener.bind(address)
+    listener.listen()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        Path(address).unlink()
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory):
-    """The walk-through up to the SuperNodes, which stay until the last test of this file is over."""
-    folder = tmp_path_factory.mktemp("walk")
-    with Processes(folder) as processes:
-        ports = {"9092": str(free_port())} | {f"909{number + 4}": str(free_port()) for number in range(3)}
-        for commands in steps().values():
-            commands = commands.replace("909$((number + 4))", "$((9094 + number))")
-            if "flwr run" in commands:
-                break
-            for number, port in ports.items():
-                commands = commands.replace(number, port)
-            processes.bash(commands)
-        processes.ports = ports
-        yield processes
+def three(tmp_path_factory):
+    with Federation(tmp_path_factory.mktemp("three")) as federation:
+        federation.go_through("flwr run")
+        yield federation
+
+
+@pytest.fixture(scope="module")
+def demo():
+    def make(*overrides):
+        return load_config(asset("demo-federated.yaml"), (*DEMO, *overrides))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def there(three, demo):
+    """The demo, over the SuperLink."""
+    return three.end(three.start_run(demo(), "demo"))
+
+
+def assert_same(one: Path, two: Path) -> None:
+    ours, theirs = load_file(one / FINAL), load_file(two / FINAL)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def records(folder: Path) -> list[dict]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def messages(folder: Path) -> list:
+    """The ledger, but for what sites elsewhere send in addition."""
+    return sorted(line for line in lines(folder / "ledger.csv") if line.what not in ("envelope", "effort"))
+
+
+def test_the_walk_through_ends_in_a_report_that_the_rehearsal_has_foretold(three):
+    three.go_through("never")
+    server = three.folder / "server" / "run"
+    assert (server / "report.html").exists()
+    assert_same(three.folder / "rehearsal", server)
+    for site in ("north", "south", "west"):
+        (log,) = (three.folder / site / "files").glob("*/sent.jsonl")
+        sent = [json.loads(line) for line in log.read_text().splitlines()]
+        assert {"images", "update", "effort", "metrics", "test", "envelope"} == {row["what"] for row in sent}
+        assert all(row["mask"] and row["bytes"] for row in sent if row["what"] == "update")
+
+
+def test_in_process_in_simulation_and_over_a_superlink_the_demo_gives_the_same(there, demo, tmp_path):
+    run(demo(), tmp_path / "here", page=False)
+    simulate(demo(), tmp_path / "simulated", Console(quiet=True), processes=1)
+    for folder in (tmp_path / "simulated", there):
+        assert_same(tmp_path / "here", folder)
+        assert messages(tmp_path / "here") == messages(folder)
+        for mine, theirs in zip(records(tmp_path / "here"), records(folder), strict=True):
+            same = ("train_loss", "val_accuracy", "drift", "replies", "refused")
+            assert {key: mine.get(key) for key in same if mine["stage"] != "head"} == {
+                key: theirs.get(key) for key in same if theirs["stage"] != "head"
+            }
+
+
+def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(three, demo, there):
+    """A SuperNode killed and one that hangs in one round, garbage in the next, the ServerApp killed in the one after."""
+    slowest = max(record["seconds"] for record in records(there))
+    overrides = (f"federation.failures.deadline={max(8, round(4 * slowest))}", "federation.minimum_replies=1")
+    experiment = demo(*overrides, "stages.backbone.rounds=5")
+    folder = three.start_run(experiment, "faults")
+
+    def rounds() -> int:
+        return len([record for record in records(folder) if record["stage"] == "backbone"])
+
+    def after(number: int) -> None:
+        three.until(lambda: rounds() >= number, LIMIT)
+
+    after(1)
+    os.kill(three.own_process("north"), signal.SIGSTOP)
+    lost = three.own_process("south")
+    three.kill_node("south")
+    after(2)
+    assert not Path(f"/proc/{lost}").exists()  # with its SuperNode
+    three.start_node("south")
+    with impostor(three.socket("west")):
+        three.kill(three.alive("fedsieve.flower.warm", three.socket("west")))
+        after(3)
+    (server,) = three.alive("flwr-serverapp", "--run-once")
+    three.kill([server])
+    three.bash("flwr run app-faults three-sites", LIMIT)
+    three.end(folder)
+    ledger = list(lines(folder / "ledger.csv"))
+    status = {
+        (line.client, line.round): line.status for line in ledger if line.stage == "backbone" and line.what == "update"
+    }
+    assert status.pop((0, 2)) in ("late", "crash")
+    assert status.pop((1, 2)) in ("late", "unavailable")
+    assert status.pop((1, 3), "ok") in ("ok", "late", "unavailable")  # it may be on its way back
+    assert status.pop((2, 3)) == "magic"
+    assert set(status.values()) == {"ok"} and {(client, 5) for client in range(3)} <= status.keys()
+    assert [record["round"] for record in records(folder) if record["stage"] == "backbone"] == [1, 2, 3, 4, 5]
+
+
+def test_who_has_no_registered_key_or_another_authority_or_no_tls_is_refused(three):
+    new_key(three.folder / "stranger")
+    other_authority(three.folder / "other.crt")
+    key, trust = "--auth-supernode-private-key", "--root-certificates"
+    ways = {
+        "stranger": (f"{trust} north/ca.crt {key} stranger", "registered"),
+        "keyless": (f"{trust} north/ca.crt", "registered"),
+        "authority": (f"{trust} other.crt {key} north/key", "CERTIFICATE_VERIFY_FAILED"),
+        "open": ("--insecure", "SuperLink"),
+    }
+    tried = {}
+    for name, (way, _) in ways.items():
+        tried[name] = three.start(
+            f"flower-supernode --superlink 127.0.0.1:{three.port} {way} --host 127.0.0.1 --port {free_ports(1)} "
+            "--max-retries 1 --node-config partition-id=0",
+            three.folder / f"{name}.log",
+        )
+    for name, (_, reason) in ways.items():
+        tried[name].wait(LIMIT)
+        log = (three.folder / f"{name}.log").read_text()
+        print(name, tried[name].returncode, log[-700:])
+        assert reason in log and "Exit Code: 305" in log
+    nodes = json.loads(three.bash("flwr supernode list three-sites --format json", LIMIT))["nodes"]
+    assert len(nodes) == 3

@@ -78,7 +78,16 @@ def test_it_ends_when_idle_and_with_what_it_watches(place, tmp_path):
 
 
 def test_a_folder_that_others_may_open_is_refused(place, tmp_path):
-    warm._address("x")
+    warm.address_of("x")
     next((tmp_path / "t").iterdir()).chmod(0o755)
     with pytest.raises(FedsieveError, match="others than you may open it"):
         warm.answer_warm(b"", place, 1.0)
+
+
+@pytest.mark.parametrize("size", [0, 2**22])
+def test_a_process_that_hangs_before_it_takes_a_message_is_ended(place, size):
+    process = int(warm.answer_warm(b" ", place, 20.0).split()[1])
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(FedsieveError, match="did not answer in 0.3 s"):
+        warm.answer_warm(bytes(size), place, 0.3)
+    assert warm.answer_warm(b"again ", place, 20.0).startswith(b"again 3")

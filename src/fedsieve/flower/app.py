@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from rich.console import Console
 
-from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.flower.grid import GridTransport, from_record, to_record
 from fedsieve.flower.warm import IDLE, answer_warm
 
-# torch takes seconds to import, and Flower starts a process for every message: what needs it is imported where it is used.
+# Flower starts a process for every message, which only hands it on: what takes long to import is imported where it is used.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedsieve.config import Experiment
 
 WAIT = 300.0  # seconds for all sites to come
 OPTIONS = ("data", "weights", "device", "experiment")  # what a site may take of its own
@@ -43,7 +45,7 @@ def answer_at_site(envelope: bytes, message: Message, context: Context) -> bytes
     return answer_warm(envelope, place, message.metadata.ttl, float(given.get("idle", IDLE)))
 
 
-def serve(grid: Grid, experiment: Experiment, folder: Path, wait: float, console: Console) -> dict[str, Any]:
+def serve(grid: Grid, experiment: "Experiment", folder: Path, wait: float, console: "Console") -> dict[str, Any]:
     """Run the experiment of a ServerApp into a folder, or continue what is there."""
     from fedsieve.runner.experiment import read_experiment, resume, run
     from fedsieve.runner.progress import Display
@@ -63,6 +65,10 @@ server = ServerApp()
 
 @server.main()
 def _main(grid: Grid, context: Context) -> None:
+    from rich.console import Console
+
+    from fedsieve.config import parse_config
+
     given = context.run_config
     experiment = parse_config(str(given.get("experiment", "")), where="the app's experiment")
     folder = Path(str(given.get("out") or experiment.name)).expanduser().absolute()

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,38 +27,47 @@ from fedsieve.errors import FedsieveError
 IDLE = 600.0  # seconds after which it ends
 START = 120.0  # seconds that it may take to begin
 BEAT = 1.0  # seconds from one look at its SuperNode to the next
+TAKEN = b"taken"
 
 
 def answer_warm(envelope: bytes, place: dict[str, Any], seconds: float, idle: float = IDLE) -> bytes:
     """What the site at `place` (of `Place`, as text) answers; an error where that takes longer than `seconds`."""
-    connection, process = _handed_over(envelope, place, idle)
-    with connection:
-        try:
-            if connection.poll(seconds):
-                return connection.recv_bytes()
-        except (EOFError, OSError):
-            raise FedsieveError("the site's process ended while it worked", 1) from None
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        raise FedsieveError(f"the site did not answer in {seconds:g} s", 1)
+    late, process = threading.Event(), list[int]()
+
+    def give_up() -> None:  # whatever waits for the process then ends
+        late.set()
+        with suppress(IndexError, ProcessLookupError):
+            os.kill(process[-1], signal.SIGKILL)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        while True:
+            with _connected(place["folder"], idle) as connection:
+                process.append(_peer(connection))
+                taken = False
+                with suppress(EOFError, OSError):
+                    connection.send_bytes(json.dumps(place).encode())
+                    connection.send_bytes(envelope)
+                    taken = connection.recv_bytes() == TAKEN
+                    return connection.recv_bytes()
+            if late.is_set():
+                raise FedsieveError(f"the site did not answer in {seconds:g} s", 1)
+            if taken:  # otherwise it was just ending, and is replaced
+                raise FedsieveError("the site's process ended while it worked", 1)
+    finally:
+        timer.cancel()
 
 
-def _handed_over(envelope: bytes, place: dict[str, Any], idle: float) -> tuple[Connection, int]:
-    """A connection to the site's process, which has the envelope, and its number. One that is just ending is replaced."""
-    end = time.monotonic() + START
-    while True:
-        connection = _connected(place["folder"], idle)
-        try:
-            connection.send_bytes(json.dumps(place).encode())
-            connection.send_bytes(envelope)
-            return connection, int(connection.recv_bytes())
-        except (EOFError, OSError):
-            connection.close()
-            if time.monotonic() > end:
-                raise FedsieveError("the site's process ends as soon as it begins", 1) from None
+def _peer(connection: Connection) -> int:
+    """The process at the other end of a connection."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as other:
+        if sys.platform == "linux":
+            return int(struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+        return int(other.getsockopt(0, 2))  # macOS: SOL_LOCAL, LOCAL_PEERPID
 
 
-def _address(folder: str) -> str:
+def address_of(folder: str) -> str:
     """The socket of a site: a short name, in a folder of the user's own."""
     home = Path(tempfile.gettempdir()) / f"fedsieve-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
@@ -69,7 +79,7 @@ def _address(folder: str) -> str:
 
 def _connected(folder: str, idle: float) -> Connection:
     """A connection to a site's process, which is started where there is none."""
-    address = _address(folder)
+    address = address_of(folder)
     if (found := _connect(address)) is not None:
         return found
     command = [sys.executable, "-m", "fedsieve.flower.warm", address, str(os.getppid()), str(idle)]
@@ -113,7 +123,7 @@ def main(address: str, watched: int, idle: float, answer: Callable[[bytes, dict[
         with Connection(connection.detach()) as client, suppress(EOFError, OSError):
             place = json.loads(client.recv_bytes())
             envelope = client.recv_bytes()
-            client.send_bytes(str(os.getpid()).encode())
+            client.send_bytes(TAKEN)
             client.send_bytes(answer(envelope, place))
         last[0] = time.monotonic()
 
