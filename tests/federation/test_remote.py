@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,8 +16,10 @@ from tests.federation.network import Network
 from fedsieve import FedsieveError, run
 from fedsieve.config import to_yaml
 from fedsieve.model.weights import FINAL
+from fedsieve.privacy.secagg import PHASES
 from fedsieve.runner.experiment import resume
 from fedsieve.runner.experiment import run as run_with
+from fedsieve.runner.federated import populate
 from fedsieve.wire.envelope import unwrap, wrap
 from fedsieve.wire.ledger import lines
 
@@ -25,6 +28,7 @@ HEAD = "stages=[{name: head, train: head, method: ridge}, {name: all, train: bac
 FEEDBACK = ("message={up: int4, down: int8, error_feedback: true}", "federation.cohort=6")
 SCAFFOLD = ("federation.correction={kind: scaffold}", "message={up: fp16, down: bf16}", "federation.cohort=6")
 HELD = ("data.val_fraction=0", "federation.client_validation=0.2", "federation.cohort=4")
+SECURE = ("privacy={aggregation: secagg, threshold: 0.6}", "federation.cohort=5")
 TIERS = "federation.devices=[{share: 0.5, density: 0.5, work: 0.5}, {share: 0.5}]"
 CASES = {
     "dense": ("federation.server={optimizer: adam, lr: 0.01}", "data.transform=crop_flip"),
@@ -37,7 +41,10 @@ CASES = {
     "held back": (*SPARSE, *HELD, "message.down=fp16"),
     "head first": (HEAD, SPARSE[0]),
     "head alone": (HEAD, SPARSE[0], *HELD),
+    "secure": (*SPARSE, *SECURE, "federation.weighting=examples"),
+    "secure head": (HEAD, SPARSE[0], *HELD, *SECURE),
 }
+UNTOLD = ("train_loss", "drift")  # by sites whose updates are summed in secret
 
 
 def weights(folder):
@@ -59,6 +66,11 @@ def records(folder):
     return [{key: row[key] for key in kept if key in row and row["stage"] != "head"} for row in rows]
 
 
+def population_of(experiment):
+    labels = load_digits().target
+    return populate(experiment, labels, np.arange(len(labels)))
+
+
 @pytest.fixture(autouse=True)
 def _no_page(request, monkeypatch):
     """Pages take longer than the runs of these tests."""
@@ -73,10 +85,15 @@ def test_sites_give_the_weights_metrics_and_ledger_of_one_process(federated, tmp
     run_with(experiment, tmp_path / "there", transport=Network(tmp_path / "sites", 8))
     assert_same(tmp_path / "here", tmp_path / "there")
     assert told(tmp_path / "here") == told(tmp_path / "there")
-    assert records(tmp_path / "here") == records(tmp_path / "there")
+    there = records(tmp_path / "there")
+    known = [
+        {key: row[key] for key in row if "secure" not in case or key not in UNTOLD}
+        for row in records(tmp_path / "here")
+    ]
+    assert known == there
 
 
-@pytest.mark.parametrize("case", ["client masks", "feedback", "scaffold", "held back"])
+@pytest.mark.parametrize("case", ["client masks", "feedback", "scaffold", "held back", "secure"])
 def test_a_site_goes_on_from_its_disk(federated, tmp_path, case):
     experiment = federated(*CASES[case], ONE, "stages.all.rounds=2")
     run(experiment, tmp_path / "here")
@@ -88,7 +105,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("case", ["shared mask", "feedback", "scaffold", "held back"])
+@pytest.mark.parametrize("case", ["shared mask", "feedback", "scaffold", "held back", "secure"])
 def test_a_killed_server_goes_on_with_sites_as_they_were_at_its_checkpoint(federated, tmp_path, case):
     """It ends when some sites have answered, and have moved on, and others have not."""
     experiment = federated(*CASES[case], ONE)
@@ -355,6 +372,8 @@ def test_two_nodes_cannot_be_one_site(federated, tmp_path):
             ["federation.devices=[{delay: 2.0}]", "federation.failures.deadline=5.0"],
             "federation.devices.delay is simulated",
         ),
+        (["federation.attack={kind: sign_flip}"], "federation.attack is simulated"),
+        (["privacy={aggregation: zero_sum}"], "zero_sum is for comparison"),
         (["federation.blend=true"], "federation.blend does not work with sites"),
         (["federation.personal={}"], "federation.personal does not work with sites"),
         ([*SPARSE, "mask.scope=public", "data.val_fraction=0"], "public is scored on images that the server holds"),
@@ -380,3 +399,63 @@ def test_runs_with_sites_and_without_are_not_confused(federated, tmp_path):
         run_with(federated(ONE), tmp_path / "run", transport=Network(tmp_path / "sites", 8, kill))
     with pytest.raises(FedsieveError, match="the clients of this run are sites"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("phase", ["advertise", "share", "pad", "reveal"])
+def test_a_secure_sum_of_sites_is_of_those_who_sent_their_values_whoever_dies_when(federated, tmp_path, phase):
+    """One of five falls out for good in one phase of the first round: what comes of it is the mean of the others, or of all."""
+    experiment = federated(ONE, *SECURE, "stages.all.rounds=1", "privacy.threshold=0.8")
+    (lost, *_), clients = np.sort(population_of(experiment).cohort("all", 0)), 5
+
+    def meddle(node, number, reply):
+        head, _ = unwrap(reply)
+        if head.get("ask") == "sum":
+            asked[node] = asked.get(node, -1) + 1
+            if node == 100 + lost and asked[node] == PHASES.index(phase):
+                return "crash"
+        return reply
+
+    asked = {}
+    run_with(experiment, tmp_path / "there", transport=Network(tmp_path / "sites", 8, meddle, restarts=True))
+    (row,) = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
+    assert row["replies"] == clients - (phase != "reveal")
+    assert row["refused"] == ({} if phase == "reveal" else {"crash": 1})
+    crashed = {(line.client, line.what) for line in lines(tmp_path / "there" / "ledger.csv") if line.status == "crash"}
+    assert crashed == {(int(lost), f"update.{phase}")}
+    # Weights are what the plain mean of the same clients gives, to the width of the fixed point.
+    drop = [] if phase == "reveal" else [100 + int(lost)]
+
+    def silent(node, number, reply):
+        return "crash" if node in drop and unwrap(reply)[0].get("ask") == "train" else reply
+
+    plain = federated(ONE, "federation.cohort=5", "stages.all.rounds=1")
+    run_with(plain, tmp_path / "plain", transport=Network(tmp_path / "others", 8, silent))
+    ours, theirs = weights(tmp_path / "there"), weights(tmp_path / "plain")
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+def test_a_site_reveals_the_same_values_to_one_group_of_others_only(federated, tmp_path):
+    """A server that is killed after a sum, and repeats it with fewer sites, would learn what the missing one sent."""
+    experiment = federated(ONE, *SECURE, "stages.all.rounds=1", "privacy.threshold=0.6")
+    lost = int(np.sort(population_of(experiment).cohort("all", 0))[0])
+
+    def kill(node, number, reply):
+        if unwrap(reply)[0].get("ask") == "sum" and number == 6 and node != 100 + lost:
+            last.append(node)
+            if len(last) == 4:
+                raise Killed
+        return reply
+
+    def fewer(node, number, reply):
+        return "crash" if node == 100 + lost and unwrap(reply)[0].get("ask") == "sum" else reply
+
+    last = []
+    network = Network(tmp_path / "sites", 8, kill)
+    with pytest.raises(Killed):
+        run_with(experiment, tmp_path / "run", transport=network)
+    network.meddle = fewer
+    resume(tmp_path / "run", transport=network)
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert row["replies"] == 0 and row["refused"] == {"crash": 1, "site": 4}
+    states = [file for file in (tmp_path / "sites").glob("*/*/memory/sum.json")]
+    assert states and all(file.stat().st_mode & 0o077 == 0 for file in states)

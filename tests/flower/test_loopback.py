@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +23,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedsieve[f
 
 from rich.console import Console
 
-from fedsieve.config import load_config
+from fedsieve.config import parse_config
 from fedsieve.flower import warm
 from fedsieve.flower.project import write_app
 from fedsieve.flower.simulation import simulate
@@ -155,7 +154,7 @@ def three(tmp_path_factory):
 @pytest.fixture(scope="module")
 def demo():
     def make(*overrides):
-        return load_config(asset("demo-federated.yaml"), (*DEMO, *overrides))
+        return parse_config(asset("demo-federated.yaml"), (*DEMO, *overrides))
 
     return make
 
@@ -245,15 +244,44 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
     assert [record["round"] for record in records(folder) if record["stage"] == "backbone"] == [1, 2, 3, 4, 5]
 
 
+def test_a_secure_sum_survives_a_supernode_that_dies_after_it_sent_its_padded_values(three, demo, tmp_path):
+    """The others reveal what is needed to take its pads off, and the weights are those of a run in which nobody died."""
+    seconds = max(record["seconds"] for record in records(three.folder / "demo"))
+    experiment = demo(
+        "privacy={aggregation: secagg}",
+        f"federation.failures.deadline={max(8, round(4 * seconds))}",
+        "stages=[{name: backbone, train: backbone, sparse: true, rounds: 1, local: {steps: 2}, batch_size: 16}]",
+    )
+    folder = three.start_run(experiment, "secure")
+
+    def sent(site: str, what: str) -> bool:
+        logs = (three.folder / site / "files").glob("*/sent.jsonl")
+        return any(f'"what": "{what}"' in log.read_text() for log in logs)
+
+    three.until(lambda: sent("west", "update.pad"), LIMIT)
+    time.sleep(0.5)  # it has handed its answer over
+    os.kill(three.own_process("west"), signal.SIGSTOP)  # so that it cannot take the next question
+    three.until(lambda: sent("north", "update.reveal"), LIMIT)
+    three.kill_node("west")
+    three.end(folder)
+    three.start_node("west")
+    run(experiment, tmp_path / "here", page=False)
+    assert_same(tmp_path / "here", folder)
+    (record,) = records(folder)
+    assert record["replies"] == 3 and record["refused"] == {}
+    lost = [line for line in lines(folder / "ledger.csv") if line.status != "ok"]
+    assert [(line.client, line.what) for line in lost] == [(2, "update.reveal")]
+
+
 def test_who_has_no_registered_key_or_another_authority_or_no_tls_is_refused(three):
     new_key(three.folder / "stranger")
     other_authority(three.folder / "other.crt")
     key, trust = "--auth-supernode-private-key", "--root-certificates"
     ways = {
-        "stranger": (f"{trust} north/ca.crt {key} stranger", "registered"),
-        "keyless": (f"{trust} north/ca.crt", "registered"),
+        "stranger": (f"{trust} north/ca.crt {key} stranger", "Failed to activate SuperNode"),
+        "keyless": (f"{trust} north/ca.crt", "must be registered"),
         "authority": (f"{trust} other.crt {key} north/key", "CERTIFICATE_VERIFY_FAILED"),
-        "open": ("--insecure", "SuperLink"),
+        "open": ("--insecure", "could not establish a connection"),
     }
     tried = {}
     for name, (way, _) in ways.items():

@@ -11,6 +11,7 @@ from fedsieve.config import Privacy
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account
+from fedsieve.privacy.secagg import Exchange
 from fedsieve.randomness import generator
 from fedsieve.wire.codec import Coding, Message, MessageError, decode, decode_many, encode, encode_many
 from fedsieve.wire.ledger import Direction, Ledger
@@ -135,6 +136,22 @@ class Channel:
         """
         for client, values, n in parts:
             yield self.up(what, [client], round, over, values[None], coding, [n], fates=fates)[0]
+
+    def gathered(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        parts: Iterable[Part],
+        fates: Mapping[int, str] | None,
+        told: Told,
+    ) -> Iterable[Part]:
+        """What clients made, to be summed in secret; of clients elsewhere, who made it: it stays there."""
+        return parts
+
+    def secret_exchange(self, what: str, round: int, terms: Mapping[str, Any]) -> Exchange | None:
+        """What carries a secure sum to clients elsewhere; None: they are at hand."""
+        return None
 
     def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
         """Note that nothing came of a message, and why."""

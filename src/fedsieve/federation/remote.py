@@ -14,16 +14,19 @@ from torch import Tensor
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.channel import EVERYONE, NO_VALUES, Channel, Part, Reply, Told
 from fedsieve.federation.rounds import FP64, Effort, Federated, Span
-from fedsieve.federation.secure import Losses
+from fedsieve.federation.secure import ASTRAY, Losses
 from fedsieve.federation.sites import Sites
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import Update
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.secagg import Arrival, Exchange
 from fedsieve.wire.codec import Coding, Message, MessageError, decode, encode
 from fedsieve.wire.envelope import unwrap, wrap
 
 ENVELOPE = "envelope"  # what the ledger calls the bytes around messages
+SUM = "sum"  # a message of a secure sum, and the question that it comes with
+PROBLEMS = ("memory", "run", ASTRAY)  # what may keep a site from answering, beside what it says in words
 Answer = dict[str, bytes] | MessageError  # messages by what they are
 
 
@@ -92,6 +95,38 @@ class RemoteChannel(Channel):
             self._check_enough(what, len(clients) - len(self.lost), len(clients))
         yield from (reply for reply in replies.values() if not isinstance(reply, MessageError))
 
+    def gathered(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        parts: Iterable[Part],
+        fates: Mapping[int, str] | None,
+        told: Told,
+    ) -> Iterator[Part]:
+        answers = self._asked(what, clients, round, fates, told)
+        gone = {client: answer.reason for client, answer in answers.items() if isinstance(answer, MessageError)}
+        for client, reason in gone.items():
+            self.silence(what, [client], round, "up", reason)
+        if fates is None:
+            self.lost |= gone
+            self._check_enough(what, len(clients) - len(self.lost), len(clients))
+        yield from ((client, torch.empty(0), 0) for client in answers if client not in gone)
+
+    def secret_exchange(self, what: str, round: int, terms: Mapping[str, Any]) -> Exchange:
+        def exchange(phase: int, messages: Mapping[int, bytes]) -> Iterator[Arrival]:
+            for client, message in messages.items():
+                self.waiting[client] = [({"what": SUM}, message)]
+            told = {**terms, "sum": what, "phase": phase}
+            for client, answer in self.request(SUM, list(messages), round, lambda _: told).items():
+                if isinstance(answer, MessageError):
+                    yield client, self.sizes.pop(client, 0), answer
+                else:
+                    found = answer.get(SUM, b"")
+                    yield client, len(found), found
+
+        return exchange
+
     def _asked(
         self, what: str, clients: Sequence[int], round: int, fates: Mapping[int, str] | None, told: Told
     ) -> dict[int, Answer]:
@@ -123,7 +158,8 @@ class RemoteChannel(Channel):
             head |= {"memory": self.state.memory.get(str(client), 0), "parts": [about for about, _ in parts]}
             envelopes[client] = wrap({**head, **told(client)}, [message for _, message in parts])
             for about, message in parts:
-                self.note(round, client, "down", about["what"], len(message))
+                if about["what"] != SUM:  # which whoever leads the sum counts
+                    self.note(round, client, "down", about["what"], len(message))
             around = len(envelopes[client]) - sum(len(message) for _, message in parts)
             self.note(round, client, "down", ENVELOPE, around)
         self.waiting.clear()
@@ -200,7 +236,7 @@ class RemoteChannel(Channel):
             self.state.given = [other for other in self.state.given if other != client]
         if kind == "run":
             self.sites.forget(client)
-        raise MessageError(kind if kind in ("memory", "run") else "site", problem)
+        raise MessageError(kind if kind in PROBLEMS else "site", problem)
 
 
 class RemoteRounds(Federated):
@@ -234,13 +270,25 @@ class RemoteRounds(Federated):
         lost: Losses,
         refused: dict[int, str],
     ) -> tuple[Tensor | None, int]:
-        return self._mean(self._updates(trains, rate, effort, refused), len(trains))
+        if self.mode == "plain":
+            return self._mean(self._updates(trains, rate, effort, refused), len(trains))
+        answers = self._trained(trains, rate, effort)  # updates stay where they are until they are summed
+        gone = {client: answer.reason for client, answer in answers.items() if isinstance(answer, MessageError)}
+        for client, reason in gone.items():
+            self.channel.silence("update", [client], self.state.round, "up", reason)
+        refused |= gone
+        return self._secure_mean(iter(()), [client for client in trains if client not in gone], {}, refused)
+
+    def _trained(self, clients: list[int], rate: float, effort: Effort) -> dict[int, Answer]:
+        """What sites answer when they have trained."""
+        clock, number = time.perf_counter(), self.state.round
+        answers = self.channel.request("train", clients, number, lambda client: {**self._told(client), "lr": rate})
+        effort.seconds += time.perf_counter() - clock
+        return answers
 
     def _updates(self, clients: list[int], rate: float, effort: Effort, refused: dict[int, str]) -> Iterator[Update]:
         """The sound updates of all sites that answered in time, in the order of the clients."""
-        clock, number, state = time.perf_counter(), self.state.round, self.state
-        answers = self.channel.request("train", clients, number, lambda client: {**self._told(client), "lr": rate})
-        effort.seconds += time.perf_counter() - clock
+        answers, number, state = self._trained(clients, rate, effort), self.state.round, self.state
         for client in clients:
             answer = answers.pop(client)
             over, places = next((over, places) for _, over, places in self._groups([client]))

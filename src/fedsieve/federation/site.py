@@ -3,6 +3,7 @@
 It runs the client's half of the round loop on its own images, keeps its memory on its own disk, and notes what leaves it.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,23 +11,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsieve.config import Stage
+from fedsieve.config import Privacy, Stage
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.calibrate import client_scores, one_mask, scored_rows, sieve_at
 from fedsieve.federation.channel import EXACT, NO_VALUES, Channel
 from fedsieve.federation.executors import Trained
-from fedsieve.federation.remote import effort_space
+from fedsieve.federation.remote import SUM, effort_space
 from fedsieve.federation.ridge import LOSSES, head_space, losses_at_scales, statistics, statistics_space
 from fedsieve.federation.rounds import FP64, METRICS, Effort, Federated, squares_by_span
+from fedsieve.federation.secure import ASTRAY, point_at, scale_input, scaled_input, update_input, update_point
 from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
+from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, OnFeatures, trainable_names
 from fedsieve.model.space import ParamSpace
+from fedsieve.privacy.secagg import OVERHEAD, PHASES, Client, threshold_of
 from fedsieve.train.feed import Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, predict
 from fedsieve.train.sieve import starting_mask
@@ -34,18 +39,35 @@ from fedsieve.wire.codec import Coding, Message, decode
 from fedsieve.wire.envelope import wrap
 
 # What a site remembers beside what any client does.
-CONTEXT, RECEIVED, SCORED, MASK = "context", "received", "scored", "mask."
+CONTEXT, RECEIVED, SCORED, SECRET, MASK = "context", "received", "scored", "secret", "mask."
+
+LEAST = 3  # clients in a secure sum: of two, each would learn what the other sent
+REVEALED = 1000  # sums that a site remembers to have been in
 
 
-class LostMemory(FedsieveError):
+class Problem(FedsieveError):
+    """Why a site cannot answer, of a kind that the server knows."""
+
+    kind = ""
+
+
+class LostMemory(Problem):
     """The site does not remember what the server counts on."""
+
+    kind = "memory"
+
+
+class Astray(Problem):
+    """What the site would send is not finite."""
+
+    kind = ASTRAY
 
 
 class Outbox(Channel):
     """The wire as a site sees it: what goes up is kept, to be sent, and noted."""
 
-    def __init__(self, seed: int, stage: str, device: torch.device | str) -> None:
-        super().__init__(None, seed, stage, device)
+    def __init__(self, seed: int, stage: str, device: torch.device | str, privacy: Privacy) -> None:
+        super().__init__(None, seed, stage, device, privacy)
         self.messages: dict[str, bytes] = {}
         self.notes: list[dict[str, Any]] = []
 
@@ -66,11 +88,6 @@ class Outbox(Channel):
         self.notes.append({"what": what, "bytes": len(messages[0]), "values": values.shape[1], **mask, "n": ns[0]})
         return messages
 
-    def clear(self) -> None:
-        """Forget what would have been sent."""
-        self.messages.clear()
-        self.notes.clear()
-
 
 class Site:
     """Client number `client`, whose images are `context.train`, and at the end `test`; its files are in `folder`."""
@@ -87,6 +104,7 @@ class Site:
             "statistics": Visit.statistics,
             "losses": Visit.losses,
             "test": Visit.test,
+            SUM: Visit.sum,
         }
 
     def answer(self, head: Mapping[str, Any], messages: Sequence[bytes]) -> bytes:
@@ -101,8 +119,8 @@ class Site:
             work(visit)
             reply |= {"memory": visit.remember(), "parts": list(visit.outbox.messages)}
             found, notes = list(visit.outbox.messages.values()), visit.outbox.notes
-        except LostMemory as error:
-            reply |= {"problem": str(error), "kind": "memory"}
+        except Problem as error:
+            reply |= {"problem": str(error), "kind": error.kind}
             found, notes = [], [{"what": "problem", "problem": str(error)}]
         envelope = wrap(reply, found)
         self.note(head, notes, len(envelope))
@@ -124,10 +142,12 @@ class Visit:
     def __init__(self, site: Site, stage: Stage, head: Mapping[str, Any], messages: Sequence[bytes]) -> None:
         self.site, self.stage, self.head, self.client = site, stage, head, site.client
         self.context, self.experiment = site.context, site.context.experiment
-        self.sieve = self.experiment.mask_of(stage)
+        self.sieve, self.secret = self.experiment.mask_of(stage), self.experiment.privacy.aggregation == "secagg"
         self.parts: dict[str, bytes] = {}
         self.store = self.context.store = self._memory(int(head.get("memory") or 0))
-        self.outbox = Outbox(self.experiment.seed, stage.name, self.context.train.labels.device)
+        self.outbox = Outbox(
+            self.experiment.seed, stage.name, self.context.train.labels.device, self.experiment.privacy
+        )
         self.space = ParamSpace.of(site.model, trainable_names(site.model, stage.train))
         for about, message in zip(head.get("parts") or (), messages, strict=True):
             if about["what"] == "context":
@@ -173,6 +193,8 @@ class Visit:
         """Bring what is new to the disk, and give its version."""
         if self.head["ask"] == "test":  # the last question, and of no stage
             return 0
+        if self.head["ask"] == SUM:  # which changes nothing that is remembered
+            return int(self.head["memory"])
         before = abs(int(self.head.get("memory") or 0))
         version = self.store.write(before + 1).get(str(self.client), 0)
         kept = range(version - self.experiment.checkpoint.keep, version + 1)
@@ -270,6 +292,10 @@ class Visit:
             stage.control = stage.state.control = values.to(stage.theta.dtype)
         trained = list(stage._train([self.client], float(self.head["lr"]), effort))
         (_, result) = trained[0]
+        if self.secret:
+            self._tidy()
+            self._keep(stage.mask or self.space, result.moved[0].float(), 0)
+            return
         self._say_effort(stage, result)
         if self.experiment.message.error_feedback or result.gradients is not None:
             self._foresee_refusal(stage, trained)
@@ -282,7 +308,7 @@ class Visit:
         old = [
             name
             for name in self.store.get(self.client)
-            if (name.startswith(MASK) and name not in used) or name.startswith((RECEIVED, SCORED))
+            if (name.startswith(MASK) and name not in used) or name.startswith((RECEIVED, SCORED, SECRET))
         ]
         if old:
             self.store.drop(self.client, old)
@@ -314,7 +340,7 @@ class Visit:
         """Measure the server's weights on images that the site never trains on, and keep them for its own round."""
         stage = self._with_model()
         ((_, values, n),) = stage._measured([self.client])
-        self.outbox.up("metrics", [self.client], self.head["round"], METRICS, values[None], FP64, [n])
+        self._send("metrics", METRICS, values, FP64, n)
         self._put({RECEIVED: self.received})
 
     def scores(self) -> None:
@@ -339,9 +365,74 @@ class Visit:
         rows = scored_rows(self.context, self.client, -(-sieve.fisher.samples // head["among"]), *address)
         asked = [(rows, (*address, self.client))]
         ((values, n),) = client_scores(self.context, self.space, sieve, active, number, asked)
-        self.outbox.up("scores", [self.client], head["round"], active, values.float()[None], EXACT, [n])
+        self._send("scores", active, values.float(), EXACT, n)
         # The next question of this calibration sends its mask within this one.
         self._put({f"{MASK}{active.id}": active})
+
+    # --- secure sums -------------------------------------------------------------------------------------------------
+
+    def _send(self, what: str, over: Mask | ParamSpace, values: Tensor, coding: Coding, n: int) -> None:
+        """Send values (k,); what is to be summed in secret stays here for now."""
+        if self.secret:
+            self._keep(over, values, n)
+        else:
+            self.outbox.up(what, [self.client], self.head["round"], over, values[None], coding, [n])
+
+    def _keep(self, over: Mask | ParamSpace, values: Tensor, n: int) -> None:
+        """Keep values, and the sizes of the tensors that they belong to, for the questions of a secure sum."""
+        if not bool(values.isfinite().all()):
+            raise Astray("what it would send is not finite")
+        sizes = list(over.counts().values()) if isinstance(over, Mask) else np.diff(over.offsets).tolist()
+        row = torch.cat([values.double().flatten(), torch.tensor([float(n)], dtype=torch.float64)])
+        self._put({f"{SECRET}.row": row, f"{SECRET}.sizes": torch.tensor([*filter(None, sizes), 1])})
+
+    def sum(self) -> None:
+        """One phase of a secure sum of what the site has kept."""
+        head, kept = self.head, self.store.get(self.client)
+        if f"{SECRET}.row" not in kept:
+            raise LostMemory(f"it has nothing to add to a sum of {head['sum']}")
+        row, sizes = kept[f"{SECRET}.row"].numpy(), kept[f"{SECRET}.sizes"].tolist()
+        what, count, file = str(head["sum"]), int(head["clients"]), self.site.folder / "memory" / "sum.json"
+        if count < LEAST:
+            raise FedsieveError(f"a secure sum of {count} clients hides nothing: {LEAST} at least")
+        client = Client(
+            self.client,
+            self._summand(what, count, row, sizes),
+            head["round"],
+            threshold_of(self.experiment.privacy.threshold, count),
+        )
+        if head["phase"]:
+            client.restore(json.loads(file.read_text()))
+        if PHASES[client.phase] == "reveal":
+            self._commit(what, row, self.parts[SUM])
+        answer = client.reply(self.parts[SUM])
+        write_atomic(file, json.dumps(client.state()), private=True)
+        self.outbox.messages[SUM] = answer
+        note = {"what": f"{what}.{PHASES[client.phase - 1]}", "bytes": len(answer), "mask": head.get("mask")}
+        self.outbox.notes.append(note)
+
+    def _summand(self, what: str, count: int, row: np.ndarray, sizes: list[int]) -> np.ndarray:
+        """What the site adds to a sum, as integers."""
+        head, outbox, number = self.head, self.outbox, self.head["round"]
+        if what == "update":
+            people, point = self.context.population, update_point(outbox.privacy, count, int(head["weight_bound"]))
+            weight = int(people.sizes[self.client]) if people.settings.weighting == "examples" else 1
+            return update_input(outbox, number, self.client, row[:-1], weight, point)
+        if what.endswith(".scale"):
+            return scale_input(row, sizes)
+        return scaled_input(outbox, what, number, self.client, row, point_at(count, head["largest"], sizes))
+
+    def _commit(self, what: str, row: np.ndarray, message: bytes) -> None:
+        """Refuse to reveal the same values in another sum than before: the difference would show what each site sent."""
+        file = self.site.folder / "revealed.json"
+        seen = json.loads(file.read_text()) if file.exists() else {}
+        mine = hashlib.blake2b(what.encode() + row.tobytes(), digest_size=16).hexdigest()
+        those = hashlib.blake2b(message[OVERHEAD:], digest_size=16).hexdigest()
+        if seen.setdefault(mine, those) != those:
+            raise FedsieveError("the same values were in a sum with other sites before: a second sum would show them")
+        write_atomic(file, json.dumps(dict(list(seen.items())[-REVEALED:])))
+
+    # --- heads in closed form, and the end -----------------------------------------------------------------------------
 
     def statistics(self) -> None:
         """What a head in closed form needs: sums of products of features and labels."""
@@ -349,7 +440,7 @@ class Visit:
         classes = self._classes
         over = statistics_space(phi.shape[1], classes)
         values = statistics(phi, labels, classes)
-        self.outbox.up("statistics", [self.client], self.head["round"], over, values[None], FP64, [len(labels)])
+        self._send("statistics", over, values, FP64, len(labels))
 
     def losses(self) -> None:
         """The losses of a head at a grid of scales."""
@@ -357,7 +448,7 @@ class Visit:
         classes = self._classes
         head = self._heard(self.parts["head"], EXACT, head_space(phi.shape[1], classes)).values
         values = losses_at_scales(head, phi, labels, classes)
-        self.outbox.up("losses", [self.client], self.head["round"], LOSSES, values[None], FP64, [len(labels)])
+        self._send("losses", LOSSES, values, FP64, len(labels))
 
     @property
     def _classes(self) -> int:

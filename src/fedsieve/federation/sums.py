@@ -168,7 +168,8 @@ def sum_over_clients(
     k = over.count if isinstance(over, Mask) else over.size
     if channel.privacy.aggregation == "secagg":
         sizes = list(over.counts().values()) if isinstance(over, Mask) else np.diff(over.offsets).tolist()
-        exact = ((client, values.to(PRECISION[coding.format]), n) for client, values, n in parts)
+        made = channel.gathered(what, clients, round, parts, fates, told)
+        exact = ((client, values.to(PRECISION[coding.format]), n) for client, values, n in made)
         return sum_at_64_bits(channel, what, round, exact, sizes, fates or {})
     replies = channel.collect(what, clients, round, over, coding, parts, fates, told)
     if channel.account is not None:

@@ -46,6 +46,23 @@ def check_remote(experiment: Experiment) -> None:
     for name, value in simulated.items():
         if value:
             raise FedsieveError(f"federation.{name} is simulated, and with sites elsewhere what fails fails: drop it")
+    if settings.attack:
+        raise FedsieveError(
+            "federation.attack is simulated, and with sites elsewhere who is hostile is not ours to say"
+        )
+    if experiment.privacy.dp:
+        raise FedsieveError(
+            "privacy.dp does not work with sites elsewhere: a round that is repeated after a kill may have other replies, and "
+            "the same noise on two sums is none on their difference. `fedsieve run`"
+        )
+    if experiment.privacy.aggregation == "zero_sum":
+        raise FedsieveError(
+            "privacy.aggregation: zero_sum is for comparison in one process. With sites: secagg, or plain"
+        )
+    if experiment.privacy.aggregation == "secagg" and any(device.density < 1 for device in settings.devices):
+        raise FedsieveError(
+            "federation.devices: with sites elsewhere, secagg sums updates of the same weights: density 1"
+        )
     for name in ("blend", "personal"):
         if getattr(settings, name):
             raise FedsieveError(f"federation.{name} does not work with sites elsewhere yet: drop it, or `fedsieve run`")
