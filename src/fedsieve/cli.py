@@ -224,6 +224,9 @@ def flower(
             metavar="N", help="Sites that work at a time. Default: one for every core.", show_default=False, min=1
         ),
     ] = None,
+    deadline: Annotated[
+        float, typer.Option(metavar="S", help="Seconds that sites have for an answer.", min=1.0)
+    ] = 600.0,
     to_app: Annotated[
         Path | None,
         typer.Option("--app", metavar="DIR", help="Write the app that `flwr run` takes, and stop.", show_default=False),
@@ -248,13 +251,13 @@ def flower(
     if to_app is not None:
         from fedsieve.flower.project import write_app
 
-        file = write_app(experiment, to_app, str((out or Path("runs") / experiment.name).absolute()))
+        file = write_app(experiment, to_app, str((out or Path("runs") / experiment.name).absolute()), deadline)
         console.print(f"app: {file}\n`flwr run {to_app} SUPERLINK` runs it", highlight=False, soft_wrap=True)
         return
     from fedsieve.flower.simulation import simulate
 
     folder = config if begun else out or _free_folder(experiment.name)
-    _show_summary(simulate(experiment, folder, Console(quiet=quiet), data, processes), folder)
+    _show_summary(simulate(experiment, folder, Console(quiet=quiet), data, processes, deadline), folder)
 
 
 @app.command()

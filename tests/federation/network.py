@@ -14,7 +14,7 @@ class Network:
     question finds sites that remember only what is on their disk.
     """
 
-    wait = 0.0
+    wait, deadline = 0.0, 600.0
 
     def __init__(self, folder: Path, sites: int, meddle=None, restarts: bool = False, **own) -> None:
         self.folder, self.restarts, self.own = folder, restarts, own
@@ -27,7 +27,7 @@ class Network:
     def nodes(self):
         return [node for node in self.places if node not in self.gone]
 
-    def ask(self, messages, seconds):
+    def ask(self, messages):
         self.asked += 1
         found = {}
         for node, message in messages.items():

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,10 +69,10 @@ class Federation(Processes):
     def here(self, text: str) -> str:
         return text.replace("9092", str(self.port)).replace("9094", str(self.port + 2))
 
-    def start_run(self, experiment, name: str) -> Path:
+    def start_run(self, experiment, name: str, deadline: float = LIMIT) -> Path:
         """Run an experiment on the SuperLink; gives the folder that its files will be in."""
         folder = self.folder / name
-        write_app(experiment, self.folder / f"app-{name}", str(folder))
+        write_app(experiment, self.folder / f"app-{name}", str(folder), deadline)
         self.bash(f"flwr run app-{name} three-sites", LIMIT)
         return folder
 
@@ -208,9 +209,9 @@ def test_in_process_in_simulation_and_over_a_superlink_the_demo_gives_the_same(t
 def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(three, demo, there):
     """A SuperNode killed and one that hangs in one round, garbage in the next, the ServerApp killed in the one after."""
     slowest = max(record["seconds"] for record in records(there))
-    overrides = (f"federation.failures.deadline={max(8, round(4 * slowest))}", "federation.minimum_replies=1")
-    experiment = demo(*overrides, "stages.backbone.rounds=5")
-    folder = three.start_run(experiment, "faults")
+    folder = three.start_run(
+        demo("federation.minimum_replies=1", "stages.backbone.rounds=5"), "faults", 8 + 3 * slowest
+    )
 
     def rounds() -> int:
         return len([record for record in records(folder) if record["stage"] == "backbone"])
@@ -228,7 +229,7 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
     with impostor(three.socket("west")):
         three.kill(three.alive("fedsieve.flower.warm", three.socket("west")))
         after(3)
-    (server,) = three.alive("flwr-serverapp", "--run-once")
+    (server,) = three.alive("flwr-serverapp")
     three.kill([server])
     three.bash("flwr run app-faults three-sites", LIMIT)
     three.end(folder)
@@ -249,10 +250,9 @@ def test_a_secure_sum_survives_a_supernode_that_dies_after_it_sent_its_padded_va
     seconds = max(record["seconds"] for record in records(three.folder / "demo"))
     experiment = demo(
         "privacy={aggregation: secagg}",
-        f"federation.failures.deadline={max(8, round(4 * seconds))}",
         "stages=[{name: backbone, train: backbone, sparse: true, rounds: 1, local: {steps: 2}, batch_size: 16}]",
     )
-    folder = three.start_run(experiment, "secure")
+    folder = three.start_run(experiment, "secure", 8 + 3 * seconds)
 
     def sent(site: str, what: str) -> bool:
         logs = (three.folder / site / "files").glob("*/sent.jsonl")

@@ -35,6 +35,11 @@ def effort_space(spans: Sequence[Span]) -> ParamSpace:
     return ParamSpace(("sums", "squares"), ((3,), (len(spans),)))
 
 
+def personal_space(methods: int) -> ParamSpace:
+    """What a client says of its personal models: the accuracy of each, -1 where nothing could be tested."""
+    return ParamSpace(("accuracy",), ((methods,),))
+
+
 class RemoteChannel(Channel):
     """The wire to sites. What goes down waits for the next question to its client, and travels with it.
 
@@ -88,7 +93,8 @@ class RemoteChannel(Channel):
 
         Without `fates`, all are needed as far as they can be had: too few end the run.
         """
-        answers = self._asked(what, clients, round, fates, told)
+        ask = self.reached if fates is None else self.request
+        answers = ask(what, clients, round, told)
         replies = {client: self.take(what, client, round, over, coding, answer) for client, answer in answers.items()}
         if fates is None:
             self.lost |= {client: reply.reason for client, reply in replies.items() if isinstance(reply, MessageError)}
@@ -104,7 +110,8 @@ class RemoteChannel(Channel):
         fates: Mapping[int, str] | None,
         told: Told,
     ) -> Iterator[Part]:
-        answers = self._asked(what, clients, round, fates, told)
+        ask = self.reached if fates is None else self.request
+        answers = ask(what, clients, round, told)
         gone = {client: answer.reason for client, answer in answers.items() if isinstance(answer, MessageError)}
         for client, reason in gone.items():
             self.silence(what, [client], round, "up", reason)
@@ -127,12 +134,8 @@ class RemoteChannel(Channel):
 
         return exchange
 
-    def _asked(
-        self, what: str, clients: Sequence[int], round: int, fates: Mapping[int, str] | None, told: Told
-    ) -> dict[int, Answer]:
+    def reached(self, what: str, clients: Sequence[int], round: int, told: Told) -> dict[int, Answer]:
         """The answers of those who can be reached, and did not fall out before."""
-        if fates is not None:
-            return self.request(what, clients, round, told)
         if not told(clients[0]).get("number"):  # otherwise a later round of the same calibration
             self.lost = {}
         here = self.sites.here()

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsieve.config import Privacy, Stage
+from fedsieve.config import PersonalMethod, Privacy, Stage
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.calibrate import client_scores, one_mask, scored_rows, sieve_at
 from fedsieve.federation.channel import EXACT, NO_VALUES, Channel
 from fedsieve.federation.executors import Trained
-from fedsieve.federation.remote import SUM, effort_space
+from fedsieve.federation.personal import PersonalModels
+from fedsieve.federation.remote import SUM, effort_space, personal_space
 from fedsieve.federation.ridge import LOSSES, head_space, losses_at_scales, statistics, statistics_space
 from fedsieve.federation.rounds import FP64, METRICS, Effort, Federated, squares_by_span
 from fedsieve.federation.secure import ASTRAY, point_at, scale_input, scaled_input, update_input, update_point
@@ -134,6 +136,20 @@ class Site:
         with (self.folder / "sent.jsonl").open("a") as log:
             for entry in (*notes, {"what": "envelope", "bytes": size}):
                 log.write(json.dumps({**about, **entry}) + "\n")
+
+
+class OwnModels(PersonalModels):
+    """Personal models of one site, which stay in a folder of its own."""
+
+    folder: Path
+
+    def accuracies(self, method: PersonalMethod) -> np.ndarray:
+        self.file = self.folder / f"{method}.safetensors"
+        return super().accuracies(method)
+
+    def _accuracy(self, client: int, test: Feed) -> float:
+        write_atomic(self.file, safetensors.torch.save(self.model.state_dict()))
+        return super()._accuracy(client, test)
 
 
 class Visit:
@@ -455,12 +471,21 @@ class Visit:
         return self.space.shapes[self.space.names.index("head.bias")][0]
 
     def test(self) -> None:
-        """Measure the final model on test images of the site's own."""
-        feed = self.site.test()
-        logits = predict(self.site.model, feed, self.context.autocast).double()
-        correct = (logits.argmax(1) == feed.labels).sum()
-        values = torch.stack([F.cross_entropy(logits, feed.labels, reduction="sum"), correct.double()])
-        self.outbox.up("test", [self.client], self.head["round"], METRICS, values[None], FP64, [len(feed)])
+        """Measure the final model, and what the site makes of it for itself, on test images."""
+        feed, number = self.site.test(), self.head["round"]
+        if self.experiment.own_images:
+            logits = predict(self.site.model, feed, self.context.autocast).double()
+            correct = (logits.argmax(1) == feed.labels).sum()
+            values = torch.stack([F.cross_entropy(logits, feed.labels, reduction="sum"), correct.double()])
+            self.outbox.up("test", [self.client], number, METRICS, values[None], FP64, [len(feed)])
+        personal = self.context.population.settings.personal
+        if personal and self.head["personal"]:
+            mask = None if self.head["mask"] is None else self._mask(self.head["mask"])
+            models = OwnModels(self.context, np.array([self.client]), mask, feed)
+            models.folder = self.site.folder / "personal"
+            accuracy = torch.tensor([[models.accuracies(method)[0] for method in personal.methods]])
+            over = personal_space(len(personal.methods))
+            self.outbox.up("personal", [self.client], number, over, accuracy.nan_to_num(-1.0), FP64, [0])
 
     def _own(self) -> tuple[Tensor, Tensor]:
         """The features and labels of the images that the site trains on."""

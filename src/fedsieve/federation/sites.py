@@ -7,7 +7,6 @@ from fedsieve.errors import FedsieveError
 from fedsieve.wire.codec import MessageError
 from fedsieve.wire.envelope import unwrap
 
-DEADLINE = 600.0  # seconds that sites have for an answer, where the experiment does not say
 LOST = {
     "unavailable": "it cannot be reached",
     "crash": "it ended without an answer",
@@ -19,12 +18,13 @@ class Transport(Protocol):
     """What carries bytes to nodes, and theirs back. Nodes are numbers that mean nothing here."""
 
     wait: float  # seconds that a run waits for its sites at the beginning
+    deadline: float  # seconds that sites have for an answer
 
     def nodes(self) -> Collection[int]:
         """All that can be reached now."""
 
-    def ask(self, messages: Mapping[int, bytes], seconds: float) -> Mapping[int, bytes | str]:
-        """What each node answered in so many seconds, or a word of `LOST`."""
+    def ask(self, messages: Mapping[int, bytes]) -> Mapping[int, bytes | str]:
+        """What each node answered before the deadline, or a word of `LOST`."""
 
 
 class Sites:
@@ -36,11 +36,10 @@ class Sites:
         run: str,
         clients: int,
         greeting: bytes,
-        seconds: float = DEADLINE,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.transport, self.run, self.clients, self.greeting = transport, run, clients, greeting
-        self.seconds, self.say = seconds, say
+        self.say = say
         self.node: dict[int, int] = {}  # of each client
         self.images: dict[int, int] = {}  # that each has said it holds
         self.refused: dict[int, str] = {}  # nodes that do not match, and why
@@ -50,14 +49,14 @@ class Sites:
         nodes = set(self.transport.nodes())
         self.node = {client: node for client, node in self.node.items() if node in nodes}
         if new := sorted(nodes - set(self.node.values()) - set(self.refused)):
-            for node, answer in sorted(self.transport.ask(dict.fromkeys(new, self.greeting), self.seconds).items()):
+            for node, answer in sorted(self.transport.ask(dict.fromkeys(new, self.greeting)).items()):
                 self._meet(node, answer)
         return set(self.node)
 
     def ask(self, envelopes: Mapping[int, bytes]) -> dict[int, bytes | MessageError]:
         """What clients answered, or why nothing came."""
         to = {self.node[client]: envelope for client, envelope in envelopes.items() if client in self.node}
-        answers = self.transport.ask(to, self.seconds) if to else {}
+        answers = self.transport.ask(to) if to else {}
         found: dict[int, bytes | MessageError] = {}
         for client in envelopes:
             answer = answers.get(self.node.get(client, -1), "unavailable")

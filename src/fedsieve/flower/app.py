@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from fedsieve.config import Experiment
 
-WAIT = 300.0  # seconds for all sites to come
+WAIT = 300.0  # seconds for all sites to come,
+DEADLINE = 600.0  # and for each to answer
 OPTIONS = ("data", "weights", "device", "experiment")  # what a site may take of its own
 
 
@@ -45,14 +46,16 @@ def answer_at_site(envelope: bytes, message: Message, context: Context) -> bytes
     return answer_warm(envelope, place, message.metadata.ttl, float(given.get("idle", IDLE)))
 
 
-def serve(grid: Grid, experiment: "Experiment", folder: Path, wait: float, console: "Console") -> dict[str, Any]:
+def serve(
+    grid: Grid, experiment: "Experiment", folder: Path, wait: float, deadline: float, console: "Console"
+) -> dict[str, Any]:
     """Run the experiment of a ServerApp into a folder, or continue what is there."""
     from fedsieve.runner.experiment import read_experiment, resume, run
     from fedsieve.runner.progress import Display
     from fedsieve.runner.setup import config_digest
 
     display = Display(console)
-    transport = GridTransport(grid, wait, display.say)
+    transport = GridTransport(grid, wait, deadline, display.say)
     if not (folder / "config.yaml").exists():
         return run(experiment, folder, display, transport=transport)
     if config_digest(read_experiment(folder)) != config_digest(experiment):
@@ -74,7 +77,8 @@ def _main(grid: Grid, context: Context) -> None:
     folder = Path(str(given.get("out") or experiment.name)).expanduser().absolute()
     console = Console(soft_wrap=True)
     try:
-        serve(grid, experiment, folder, float(given.get("wait", WAIT)), console)
+        wait, deadline = float(given.get("wait", WAIT)), float(given.get("deadline", DEADLINE))
+        serve(grid, experiment, folder, wait, deadline, console)
     except FedsieveError as error:
         console.print(f"error: {error}", highlight=False, markup=False)
         raise

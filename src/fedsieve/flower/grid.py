@@ -29,24 +29,24 @@ def from_record(content: RecordDict) -> bytes:
 class GridTransport:
     """Flower's grid. Set `stopped` from another thread, and what waits for an answer ends."""
 
-    def __init__(self, grid: Grid, wait: float, say: Callable[[str], None]) -> None:
-        self.grid, self.wait, self.say = grid, wait, say
+    def __init__(self, grid: Grid, wait: float, deadline: float, say: Callable[[str], None]) -> None:
+        self.grid, self.wait, self.deadline, self.say = grid, wait, deadline, say
         self.stopped = threading.Event()
 
     def nodes(self) -> Collection[int]:
         """The nodes that are connected."""
         return list(self.grid.get_node_ids())
 
-    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
-        """What nodes answer in so many seconds."""
+    def ask(self, messages: Mapping[int, bytes]) -> dict[int, bytes | str]:
+        """What nodes answer before the deadline."""
         questions = [
-            Message(to_record(envelope), dst_node_id=node, message_type="query", ttl=seconds)
+            Message(to_record(envelope), dst_node_id=node, message_type="query", ttl=self.deadline)
             for node, envelope in messages.items()
         ]
         found: dict[int, bytes | str] = dict.fromkeys(messages, "late")
         waiting = dict(zip(self.grid.push_messages(questions), messages, strict=True))
         waiting.pop(None, None)  # type: ignore[call-overload]  # what could not be sent
-        end = time.monotonic() + seconds
+        end = time.monotonic() + self.deadline
         while waiting and time.monotonic() < end:
             if self.stopped.wait(POLL):
                 raise FedsieveError("stopped", 130)

@@ -8,11 +8,11 @@ import fedsieve
 from fedsieve.config import Experiment, to_yaml
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
-from fedsieve.flower.app import WAIT
+from fedsieve.flower.app import DEADLINE, WAIT
 from fedsieve.runner.remote import check_remote
 
 
-def write_app(experiment: Experiment, folder: Path, out: str) -> Path:
+def write_app(experiment: Experiment, folder: Path, out: str, deadline: float = DEADLINE) -> Path:
     """Write the app of an experiment whose ServerApp runs into the folder `out`, and give its pyproject.toml."""
     check_remote(experiment)
     file = folder / "pyproject.toml"
@@ -34,7 +34,7 @@ def write_app(experiment: Experiment, folder: Path, out: str) -> Path:
                         "serverapp": "fedsieve.flower.app:server",
                         "clientapp": "fedsieve.flower.app:client",
                     },
-                    "config": {"experiment": to_yaml(experiment), "out": out, "wait": WAIT},
+                    "config": {"experiment": to_yaml(experiment), "out": out, "wait": WAIT, "deadline": deadline},
                 }
             }
         },

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedsieve.config import Experiment
 from fedsieve.errors import FedsieveError
-from fedsieve.flower.app import client_app, serve
+from fedsieve.flower.app import DEADLINE, client_app, serve
 from fedsieve.runner.remote import check_remote
 from fedsieve.runner.setup import preflight
 from fedsieve.runner.site import Place, answer
@@ -20,7 +20,12 @@ WAIT = 300.0  # seconds for Ray to start its processes, and these to meet the se
 
 
 def simulate(
-    experiment: Experiment, folder: Path, console: Console, data: Path | None = None, processes: int | None = None
+    experiment: Experiment,
+    folder: Path,
+    console: Console,
+    data: Path | None = None,
+    processes: int | None = None,
+    deadline: float = DEADLINE,
 ) -> dict[str, Any]:
     """Run an experiment into a folder, or continue what is there, on Flower's simulation engine; gives the summary.
 
@@ -48,7 +53,7 @@ def simulate(
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        found.update(serve(grid, experiment, folder, WAIT, console))
+        found.update(serve(grid, experiment, folder, WAIT, deadline, console))
 
     def answer_here(envelope: bytes, message: Message, context: Context) -> bytes:
         client = int(context.node_config["partition-id"])

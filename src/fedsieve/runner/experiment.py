@@ -26,6 +26,7 @@ from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.personal import PersonalModels, chosen_clients
 from fedsieve.federation.sites import Transport
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.team import LostRank, Team
@@ -50,7 +51,7 @@ from fedsieve.runner.federated import (
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
-from fedsieve.runner.remote import check_place, meet_sites, test_at_sites
+from fedsieve.runner.remote import Tested, check_place, meet_sites, test_at_sites
 from fedsieve.runner.setup import Setup, config_digest, fit_stage, preflight, prepare
 from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
@@ -494,14 +495,12 @@ class _Run:
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
         images, clients = 0 if test is None else len(test), dict[str, Any]()
-        if self.experiment.test and self.context and self.experiment.own_images:
-            accuracy, found, seen = test_at_sites(self.context, self.experiment.stages[-1])
-            clients = {"client_accuracy": client_summary(self.context.population, accuracy, self.folder / CLIENTS)}
-            if test is None:
+        if self.context and self.experiment.test:
+            correct = None if test is None else (logits.argmax(1) == test.labels).cpu().numpy()
+            clients, found, seen = self._test_clients(self.context, correct, test)
+            if test is None:  # nobody but sites has images to test on
                 images = seen
                 last |= found
-        elif test is not None:
-            clients = self._test_clients(logits, test)
         summary = {
             "name": self.experiment.name,
             "seed": self.experiment.seed,
@@ -544,20 +543,35 @@ class _Run:
             "privacy": describe_privacy(self.context),
         }
 
-    def _test_clients(self, logits: Tensor, test: Feed) -> dict[str, Any]:
-        """How the final model, and personal ones, serve the clients of a federation."""
-        if self.context is None:
-            return {}
-        population = self.context.population
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        personal = {}
-        if population.settings.personal:
-            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
-            shared = sieve is not None and sieve.scope != "client"
-            mask = Mask(space, self.masks[-1].numpy()) if shared else None
-            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
-        accuracy = client_accuracies(correct, test.labels.cpu().numpy(), population.counts, len(population))
-        return {"client_accuracy": client_summary(population, accuracy, self.folder / CLIENTS), **personal}
+    def _test_clients(
+        self, context: Context, correct: np.ndarray | None, test: Feed | None
+    ) -> tuple[dict[str, Any], dict[str, float], int]:
+        """How the final model, and personal ones, serve clients; what sites found on images of their own, and on how many.
+
+        `correct` (T,) is what the model got right of `test`.
+        """
+        people, own, final = context.population, self.experiment.own_images, self.experiment.stages[-1]
+        personal, sieve = people.settings.personal, self.experiment.mask_of(final)
+        shared = sieve is not None and sieve.scope != "client"
+        mask = Mask(self.setup.space(final), self.masks[-1].numpy()) if personal and shared else None
+        chosen = chosen_clients(people, personal.clients) if personal else np.arange(0)
+        tested, models = Tested(), dict[str, np.ndarray]()
+        if context.sites and (own or personal):
+            tested = test_at_sites(context, final, mask, chosen)
+            accuracy, models = tested.accuracy, tested.personal
+        if not own:
+            assert correct is not None and test is not None
+            accuracy = client_accuracies(correct, test.labels.cpu().numpy(), people.counts, len(people))
+        if personal and not models:
+            assert test is not None
+            made = PersonalModels(context, chosen, mask, test)
+            models = {method: made.accuracies(method) for method in personal.methods}
+        described = {"client_accuracy": client_summary(people, accuracy, self.folder / CLIENTS)}
+        if personal:
+            described["personal"] = personal_summary(
+                people, chosen, {"global": accuracy[chosen], **models}, self.folder
+            )
+        return described, tested.found, tested.images
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Stage
-from fedsieve.data.partitions import Shards, client_accuracies
+from fedsieve.data.partitions import Shards
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.attacks import label_flip
 from fedsieve.federation.calibrate import sieve_at
 from fedsieve.federation.channel import EXACT, Channel
-from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
+from fedsieve.federation.personal import spread_apart
 from fedsieve.federation.population import Population, dealt, make_population
 from fedsieve.federation.remote import RemoteChannel, RemoteRounds
 from fedsieve.federation.ridge import federated_ridge
@@ -34,7 +34,6 @@ from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account, bound_key, load_or_make_key
 from fedsieve.runner.setup import Setup, chosen_executor, feature_feeds
-from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.sieve import reached_sparsity
 from fedsieve.wire.ledger import Ledger
@@ -228,19 +227,9 @@ def write_clients(population: Population, accuracy: np.ndarray | None, file: Pat
 
 
 def personal_summary(
-    context: Context, mask: Mask | None, correct: np.ndarray, test: Feed, folder: Path
+    population: Population, clients: np.ndarray, accuracy: Mapping[str, np.ndarray], folder: Path
 ) -> dict[str, Any]:
-    """How well personal models serve their clients, beside the global one, which got `correct` (T,) right.
-
-    `mask` is what all clients trained in the chosen round of the last stage. Details are in personal.npz.
-    """
-    population, settings = context.population, context.population.settings.personal
-    assert settings is not None
-    clients = chosen_clients(population, settings.clients)
-    labels = test.labels.cpu().numpy()
-    accuracy = {"global": client_accuracies(correct, labels, population.counts, len(population))[clients]}
-    models = PersonalModels(context, clients, mask, test)
-    accuracy |= {method: models.accuracies(method) for method in settings.methods}
+    """How well personal models serve their `clients`, by method, beside the global one. Details are in personal.npz."""
     strangers = np.isin(clients, population.strangers)
     buffer = io.BytesIO()
     np.savez_compressed(

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,12 @@ from fedsieve.config import Experiment, Stage, to_yaml
 from fedsieve.data.partitions import Shards
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.channel import EXACT
-from fedsieve.federation.remote import RemoteChannel
+from fedsieve.federation.remote import RemoteChannel, personal_space
 from fedsieve.federation.rounds import FP64, METRICS
-from fedsieve.federation.sites import DEADLINE, Sites, Transport
+from fedsieve.federation.sites import Sites, Transport
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.files import write_json
+from fedsieve.mask.mask import Mask
 from fedsieve.runner.setup import Setup
 from fedsieve.wire.codec import Message
 from fedsieve.wire.envelope import wrap
@@ -63,10 +64,13 @@ def check_remote(experiment: Experiment) -> None:
         raise FedsieveError(
             "federation.devices: with sites elsewhere, secagg sums updates of the same weights: density 1"
         )
-    for name in ("blend", "personal"):
-        if getattr(settings, name):
-            raise FedsieveError(f"federation.{name} does not work with sites elsewhere yet: drop it, or `fedsieve run`")
+    if settings.blend:
+        raise FedsieveError("federation.blend does not work with sites elsewhere yet: drop it, or `fedsieve run`")
     for sieve in filter(None, map(experiment.mask_of, experiment.stages)):
+        if settings.personal and sieve.scope == "client":
+            raise FedsieveError(
+                "federation.personal does not go with mask.scope: client where clients are sites elsewhere"
+            )
         own = experiment.own_images
         if sieve.scope == "public" and (experiment.data.source == "none" if own else not experiment.data.val_fraction):
             key = "data.source" if own else "data.val_fraction"
@@ -106,8 +110,7 @@ def meet_sites(context: Context, setup: Setup, weights: str, folder: Path, trans
             "weights": weights,
         }
     )
-    seconds = settings.failures.deadline or DEADLINE
-    sites = Sites(transport, run, len(people), greeting, seconds, context.say)
+    sites = Sites(transport, run, len(people), greeting, context.say)
     sites.images = images
     needed = settings.minimum_replies if begun else len(people)
     began = time.monotonic()
@@ -130,17 +133,44 @@ def meet_sites(context: Context, setup: Setup, weights: str, folder: Path, trans
     return sites
 
 
-def test_at_sites(context: Context, stage: Stage) -> tuple[np.ndarray, dict[str, float], int]:
-    """The model on test images of the sites' own: accuracies (K,), accuracy and loss over all of them, and their number."""
+@dataclass
+class Tested:
+    """What sites found at the end: accuracies (K,) on test images of their own, accuracy and loss over all of these, and
+    their number; and by method the accuracies of personal models."""
+
+    accuracy: np.ndarray = field(default_factory=lambda: np.empty(0))
+    found: dict[str, float] = field(default_factory=dict)
+    images: int = 0
+    personal: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def test_at_sites(context: Context, stage: Stage, mask: Mask | None, chosen: np.ndarray) -> Tested:
+    """Have sites measure the final model, and those `chosen` what they make of it for themselves."""
     channel = RemoteChannel(context, stage.name, ServerState(torch.empty(0)), "cpu")
-    clients, number = list(range(len(context.population))), stage.length - 1
+    people, number, own = context.population, stage.length - 1, context.experiment.own_images
+    clients = list(range(len(people))) if own else chosen.tolist()
     if (changed := context.changed_weights()) is not None:
-        mask, values = changed
-        channel.down("context", clients, number, mask, values.float(), EXACT, enclose=True)
-    accuracy, total, images = np.full(len(clients), np.nan), torch.zeros(2, dtype=torch.float64), 0
-    for reply in channel.collect("test", clients, number, METRICS, FP64, (), None, lambda _: {}):
-        assert isinstance(reply, Message)
-        total, images = total + reply.values, images + reply.n
-        accuracy[reply.client] = reply.values[1].item() / max(reply.n, 1)
-    loss, right = (total / max(images, 1)).tolist()
-    return accuracy, {"test_accuracy": right, "test_loss": loss}, images
+        places, values = changed
+        channel.down("context", clients, number, places, values.float(), EXACT, enclose=True)
+    if mask is not None:
+        channel.down("mask", chosen.tolist(), number, mask, enclose=True)
+    methods = people.settings.personal.methods if people.settings.personal else []
+    known = np.isin(np.arange(len(people)), chosen)
+    answers = channel.reached(
+        "test", clients, number, lambda client: {"personal": bool(known[client]), "mask": mask and mask.id}
+    )
+    found = Tested(np.full(len(people), np.nan), personal={name: np.full(len(chosen), np.nan) for name in methods})
+    total = torch.zeros(2, dtype=torch.float64)
+    for client, answer in answers.items():
+        if own and isinstance(reply := channel.take("test", client, number, METRICS, FP64, answer), Message):
+            total, found.images = total + reply.values, found.images + reply.n
+            found.accuracy[client] = reply.values[1].item() / max(reply.n, 1)
+        if not known[client]:
+            continue
+        reply = channel.take("personal", client, number, personal_space(len(methods)), FP64, answer)
+        if isinstance(reply, Message):
+            for name, value in zip(methods, reply.values.tolist(), strict=True):
+                found.personal[name][chosen == client] = value if value >= 0 else np.nan
+    loss, right = (total / max(found.images, 1)).tolist()
+    found.found = {"test_accuracy": right, "test_loss": loss}
+    return found
