@@ -92,12 +92,15 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
+    def logs(self) -> str:
+        files = [file for pattern in ("*.log", "*/*.log") for file in self.folder.glob(pattern)]
+        return "\n".join(f"{file}:\n{file.read_text(errors='replace')[-1500:]}" for file in files)
+
     def until(self, done, seconds: float):
         """Wait for something to be so."""
         end = time.monotonic() + seconds
         while not (found := done()):
-            logs = [f"{file}:\n{file.read_text(errors='replace')[-1500:]}" for file in self.folder.glob("**/*.log")]
-            assert time.monotonic() < end, "\n".join(logs)
+            assert time.monotonic() < end, self.logs()
             time.sleep(0.1)
         return found
 

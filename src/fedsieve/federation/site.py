@@ -43,6 +43,7 @@ from fedsieve.wire.envelope import wrap
 # What a site remembers beside what any client does.
 CONTEXT, RECEIVED, SCORED, SECRET, MASK = "context", "received", "scored", "secret", "mask."
 
+ADDRESS = ("run", "client", "ask", "stage", "round")  # of a question, and of its answer
 LEAST = 3  # clients in a secure sum: of two, each would learn what the other sent
 REVEALED = 1000  # sums that a site remembers to have been in
 
@@ -94,8 +95,8 @@ class Outbox(Channel):
 class Site:
     """Client number `client`, whose images are `context.train`, and at the end `test`; its files are in `folder`."""
 
-    def __init__(self, context: Context, client: int, run: str, folder: Path, test: Callable[[], Feed]) -> None:
-        self.context, self.client, self.run, self.folder, self.test = context, client, run, folder, test
+    def __init__(self, context: Context, client: int, folder: Path, test: Callable[[], Feed]) -> None:
+        self.context, self.client, self.folder, self.test = context, client, folder, test
         self.stages = {stage.name: stage for stage in context.experiment.stages}
         assert isinstance(context.model, Classifier)
         self.model = context.model
@@ -111,8 +112,7 @@ class Site:
 
     def answer(self, head: Mapping[str, Any], messages: Sequence[bytes]) -> bytes:
         """The envelope that answers one with this head and these messages."""
-        names = ("run", "client", "ask", "stage", "round")
-        reply: dict[str, Any] = {name: head.get(name) for name in names}
+        reply: dict[str, Any] = {name: head.get(name) for name in ADDRESS}
         try:
             stage, work = self.stages.get(str(head.get("stage"))), self.answers.get(str(head.get("ask")))
             if stage is None or work is None or type(head.get("round")) is not int:
@@ -122,20 +122,28 @@ class Site:
             reply |= {"memory": visit.remember(), "parts": list(visit.outbox.messages)}
             found, notes = list(visit.outbox.messages.values()), visit.outbox.notes
         except Problem as error:
-            reply |= {"problem": str(error), "kind": error.kind}
-            found, notes = [], [{"what": "problem", "problem": str(error)}]
+            return problem(self.folder, head, str(error), error.kind)
         envelope = wrap(reply, found)
-        self.note(head, notes, len(envelope))
+        note(self.folder, head, notes, len(envelope))
         return envelope
 
-    def note(self, head: Mapping[str, Any], notes: Sequence[Mapping[str, Any]], size: int) -> None:
-        """Write down what leaves, before it does: one line for every message, and one for the envelope of them all."""
-        about: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "run": self.run}
-        about |= {name: head.get(name) for name in ("ask", "stage")}
-        about["round"] = head["round"] + 1 if type(head.get("round")) is int else None
-        with (self.folder / "sent.jsonl").open("a") as log:
-            for entry in (*notes, {"what": "envelope", "bytes": size}):
-                log.write(json.dumps({**about, **entry}) + "\n")
+
+def note(folder: Path, head: Mapping[str, Any], notes: Sequence[Mapping[str, Any]], size: int) -> None:
+    """Write down what leaves a site, before it does: one line for every message, and one for the envelope of them all."""
+    about: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+    about |= {name: head.get(name) for name in ("run", "ask", "stage")}
+    about["round"] = head["round"] + 1 if type(head.get("round")) is int else None
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "sent.jsonl").open("a") as log:
+        for entry in (*notes, {"what": "envelope", "bytes": size}):
+            log.write(json.dumps({**about, **entry}) + "\n")
+
+
+def problem(folder: Path, head: Mapping[str, Any], sentence: str, kind: str) -> bytes:
+    """The envelope that says why a site cannot answer."""
+    envelope = wrap({**{name: head.get(name) for name in ADDRESS}, "problem": sentence, "kind": kind})
+    note(folder, head, [{"what": "problem", "problem": sentence}], len(envelope))
+    return envelope
 
 
 class OwnModels(PersonalModels):
@@ -210,7 +218,7 @@ class Visit:
         if self.head["ask"] == "test":  # the last question, and of no stage
             return 0
         if self.head["ask"] == SUM:  # which changes nothing that is remembered
-            return int(self.head["memory"])
+            return int(self.head.get("memory") or 0)
         before = abs(int(self.head.get("memory") or 0))
         version = self.store.write(before + 1).get(str(self.client), 0)
         kept = range(version - self.experiment.checkpoint.keep, version + 1)
@@ -418,6 +426,8 @@ class Visit:
             threshold_of(self.experiment.privacy.threshold, count),
         )
         if head["phase"]:
+            if not file.exists():
+                raise LostMemory("it has lost the keys of the secure sum that is under way")
             client.restore(json.loads(file.read_text()))
         if PHASES[client.phase] == "reveal":
             self._commit(what, row, self.parts[SUM])

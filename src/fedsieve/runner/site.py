@@ -15,7 +15,7 @@ from fedsieve.config import Experiment, load_config, parse_config
 from fedsieve.data.partitions import Shards, class_counts
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.population import Population
-from fedsieve.federation.site import Site
+from fedsieve.federation.site import Site, note, problem
 from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
@@ -59,6 +59,7 @@ class Place:
 def answer(envelope: bytes, place: Place) -> bytes:
     """What the site at `place` answers. What it cannot do it says, so that the server knows why."""
     head: dict[str, Any] = {}
+    folder = place.folder
     try:
         head, messages = unwrap(envelope)
         run = str(head.get("run"))
@@ -66,24 +67,21 @@ def answer(envelope: bytes, place: Place) -> bytes:
             raise FedsieveError("the question names no run")
         folder = place.folder / run
         if head.get("ask") == "hello":
-            return _hello(head, place, folder, run)
+            return _hello(head, place, folder)
         if not (folder / EXPERIMENT).exists():
-            return _problem(head, f"{folder} is not there: the site has not met this run, or its files are lost", "run")
+            folder = place.folder
+            lost = f"{folder / run} is not there: the site has not met this run, or its files are lost"
+            return problem(folder, head, lost, "run")
         if head.get("client") != place.client:
             raise FedsieveError(f"the question is for site {head.get('client')}, and this is site {place.client}")
-        return _open(place, run, folder).answer(head, messages)
+        return _open(place, folder).answer(head, messages)
     except FedsieveError as error:
-        return _problem(head, str(error), "site")
+        return problem(folder, head, str(error), "site")
     except (KeyError, TypeError, ValueError) as error:
-        return _problem(head, f"the question is not as agreed: {type(error).__name__}: {error}", "site")
+        return problem(folder, head, f"the question is not as agreed: {type(error).__name__}: {error}", "site")
 
 
-def _problem(head: dict[str, Any], sentence: str, kind: str) -> bytes:
-    reply = {name: head.get(name) for name in ("run", "client", "ask", "stage", "round")}
-    return wrap({**reply, "problem": sentence, "kind": kind})
-
-
-def _hello(head: dict[str, Any], place: Place, folder: Path, run: str) -> bytes:
+def _hello(head: dict[str, Any], place: Place, folder: Path) -> bytes:
     """Whether this site fits the experiment of a server: package, experiment, label map and weights."""
     if head.get("version") != fedsieve.__version__:
         raise FedsieveError(
@@ -96,16 +94,16 @@ def _hello(head: dict[str, Any], place: Place, folder: Path, run: str) -> bytes:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / EXPERIMENT, text)
     _open.cache_clear()
-    site = _open(place, run, folder)
+    site = _open(place, folder)
     prepared = _prepared(place.own(experiment).model_dump_json())
     setup = prepared.setup
     if setup.class_names != head.get("classes"):
         raise FedsieveError(f"the label map is another: {_differences(setup.class_names, head.get('classes'))}")
     if prepared.weights != head.get("weights"):
         raise FedsieveError("the pretrained weights are not the server's: use the same file, and the same seed")
-    reply = {"run": run, "client": place.client, "ask": "hello", "images": len(site.context.train)}
-    envelope = wrap(reply)
-    site.note(head, [{"what": "images", "n": len(site.context.train)}], len(envelope))
+    images = len(site.context.train)
+    envelope = wrap({"run": head["run"], "client": place.client, "ask": "hello", "images": images})
+    note(folder, head, [{"what": "images", "n": images}], len(envelope))
     return envelope
 
 
@@ -119,7 +117,7 @@ def _differences(mine: list[str], theirs: Any) -> str:
 
 
 @lru_cache(maxsize=64)
-def _open(place: Place, run: str, folder: Path) -> Site:
+def _open(place: Place, folder: Path) -> Site:
     """The site of a run it has met. One process may be asked many times, and by many sites in a simulation."""
     experiment = place.own(load_config(folder / EXPERIMENT))
     prepared = _prepared(experiment.model_dump_json())
@@ -143,7 +141,7 @@ def _open(place: Place, run: str, folder: Path) -> Site:
         ledger=cast(Ledger, None),  # the server keeps it; a site has its log
         store=ClientStore(folder / "memory"),
     )
-    return Site(context, place.client, run, folder, setup.test_feed)
+    return Site(context, place.client, folder, setup.test_feed)
 
 
 @dataclass(frozen=True)
