@@ -44,6 +44,7 @@ DEMO = (
     "executor=sequential",
     "tracking=[]",
 )
+ONE_STAGE = "stages=[{name: backbone, train: backbone, sparse: true, rounds: 1, local: {steps: 2}, batch_size: 16}]"
 
 
 def commands() -> list[str]:
@@ -209,9 +210,8 @@ def test_in_process_in_simulation_and_over_a_superlink_the_demo_gives_the_same(t
 def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(three, demo, there):
     """A SuperNode killed and one that hangs in one round, garbage in the next, the ServerApp killed in the one after."""
     slowest = max(record["seconds"] for record in records(there))
-    folder = three.start_run(
-        demo("federation.minimum_replies=1", "stages.backbone.rounds=5"), "faults", 8 + 3 * slowest
-    )
+    experiment = demo("federation.minimum_replies=1", ONE_STAGE, "stages.backbone.rounds=4")
+    folder = three.start_run(experiment, "faults", 8 + 3 * slowest)
 
     def after(number: int) -> None:
         three.until(lambda: len(records(folder)) >= number, LIMIT)
@@ -243,10 +243,7 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
 def test_a_secure_sum_survives_a_supernode_that_dies_after_it_sent_its_padded_values(three, demo, tmp_path):
     """The others reveal what is needed to take its pads off, and the weights are those of a run in which nobody died."""
     seconds = max(record["seconds"] for record in records(three.folder / "demo"))
-    experiment = demo(
-        "privacy={aggregation: secagg}",
-        "stages=[{name: backbone, train: backbone, sparse: true, rounds: 1, local: {steps: 2}, batch_size: 16}]",
-    )
+    experiment = demo("privacy={aggregation: secagg}", "message.up=fp32", ONE_STAGE)
     folder = three.start_run(experiment, "secure", 8 + 3 * seconds)
 
     def sent(site: str, what: str) -> bool:
