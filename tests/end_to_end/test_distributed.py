@@ -337,7 +337,6 @@ def test_the_executor_must_go_with_how_the_process_was_started(tmp_path, monkeyp
         run(parse_config(CONFIG), tmp_path / "run")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(FedsieveError, match="2 ranks need a GPU each, and this machine has 1"):
         run(parse_config(CONFIG, ["executor=distributed", "device=cuda"]), tmp_path / "run")
     with pytest.raises(FedsieveError, match="cuda:0 is one GPU"):

@@ -24,17 +24,17 @@ from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, chosen_executor, preflight, prepare
 
 
-def check_launch(experiment: Experiment) -> None:
-    """Refuse an executor that does not go with how this process was started."""
-    if experiment.executor == "distributed" and not launch.launched():
+def check_launch(experiment: Experiment, resumed: bool = False) -> None:
+    """Refuse an executor that does not go with how this process was started. What is resumed may go on in one process."""
+    if experiment.executor == "distributed" and not launch.launched() and not resumed:
         raise FedsieveError(
             "executor: distributed runs on the processes that torchrun starts: `torchrun --nproc-per-node 2 -m fedsieve "
             "run CONFIG.yaml executor=distributed`. In one process: executor=auto"
         )
     if experiment.executor != "distributed" and launch.ranks() > 1:
         raise FedsieveError(
-            f"executor: {experiment.executor} runs in one process, but torchrun started {launch.ranks()}. Say "
-            "executor=distributed, or start fedsieve without torchrun"
+            f"executor: {experiment.executor} runs in one process, but torchrun started {launch.ranks()}. "
+            + ("Resume it without torchrun" if resumed else "Say executor=distributed, or start fedsieve without torchrun")
         )
 
 
@@ -111,13 +111,14 @@ def _own_device(experiment: Experiment) -> torch.device:
     device = choose_device(experiment.device)
     if device.type == "cpu":
         return device
-    here, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    here, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if device.index is not None:
         raise FedsieveError(f"device: {device} is one GPU, but every rank takes one of its own: say device=cuda")
-    if here >= count:
+    if here > count:
         raise FedsieveError(
-            f"device: {int(os.environ['LOCAL_WORLD_SIZE'])} ranks need a GPU each, and this machine has {count}. Start "
-            f"torchrun with --nproc-per-node {count}, or say device=cpu"
+            f"device: {here} ranks need a GPU each, and this machine has {count}. Start torchrun with --nproc-per-node "
+            f"{count}, or say device=cpu"
         )
-    torch.cuda.set_device(here)
-    return torch.device("cuda", here)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
