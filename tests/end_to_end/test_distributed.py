@@ -171,6 +171,19 @@ CASES = {
         [*MASKED, "federation.blend=true", "federation.failures={crash: 0.3}",
          "federation.devices=[{share: 0.5, density: 0.5}, {share: 0.5, work: 0.5}]"],
     ),
+    "secure sums, a head in closed form": (
+        2,
+        None,
+        [*MASKED, "privacy={aggregation: secagg}", "federation.failures={crash: 0.1}", "federation.cohort=6",
+         "stages=[{name: head, train: head, method: ridge}, {name: all, train: backbone, sparse: true, rounds: 2, "
+         "local: {steps: 2}, batch_size: 16, optimizer: {lr: 0.1}}]"],
+    ),
+    "flipped labels, a robust rule, a teacher": (
+        2,
+        None,
+        ["federation.attack={kind: label_flip, fraction: 0.3}", "federation.aggregator={kind: multi_krum, f: 1}",
+         "federation.correction.kind=fedntd"],
+    ),
 }  # fmt: skip
 
 
@@ -225,6 +238,13 @@ def in_the_third_round(act, rank=1):
 def killed(rank):
     if rank == 1:
         in_the_third_round(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    end = team.Team.end
+
+    def asked_to_stop(self):  # by torchrun, as soon as it sees that a process ended
+        os.kill(os.getpid(), signal.SIGTERM)
+        end(self)
+
+    team.Team.end = asked_to_stop
 
 
 def test_a_killed_rank_ends_the_run_with_one_line_and_it_goes_on(tmp_path, undisturbed):

@@ -32,9 +32,9 @@ def check_launch(experiment: Experiment, resumed: bool = False) -> None:
             "run CONFIG.yaml executor=distributed`. In one process: executor=auto"
         )
     if experiment.executor != "distributed" and launch.ranks() > 1:
+        way = "Resume it" if resumed else "Say executor=distributed, or start fedsieve"
         raise FedsieveError(
-            f"executor: {experiment.executor} runs in one process, but torchrun started {launch.ranks()}. "
-            + ("Resume it without torchrun" if resumed else "Say executor=distributed, or start fedsieve without torchrun")
+            f"executor: {experiment.executor} runs in one process, but torchrun started {launch.ranks()}. {way} without torchrun"
         )
 
 
@@ -58,7 +58,9 @@ def leading(experiment: Experiment) -> Iterator[Team | None]:
     try:
         yield team
     except FedsieveError as error:
-        if isinstance(team.lost, LostRank) and str(team.lost) not in str(error):  # torchrun then asks all to stop
+        if team.lost:  # torchrun asks all to stop, and this rank has yet to say why
+            _ignore_stops()
+        if isinstance(team.lost, LostRank) and str(team.lost) not in str(error):
             raise FedsieveError(f"{team.lost}. {error}", 1) from None
         raise
     finally:
@@ -69,10 +71,13 @@ def help_out(experiment: Experiment) -> NoReturn:
     """Work for rank 0 until its run ends, and with it this process. Writes nothing and prints nothing."""
     warnings.simplefilter("ignore")
     team = Team(_own_device(experiment))
-    # Rank 0 decides when to stop, and needs help with the round it is in.
+    _ignore_stops()  # rank 0 decides when to stop, and needs help with the round it is in
+    team.serve(lambda: preflight(experiment), _lay_out)
+
+
+def _ignore_stops() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    team.serve(lambda: preflight(experiment), _lay_out)
 
 
 @dataclass(frozen=True)
