@@ -169,7 +169,7 @@ class Calibrate(Request):
                 part, seen = squared_gradients(
                     sieve, model, space, desk.train, active, number, rows, desk.autocast, seed, *address
                 )
-                return (part / seen).float().cpu()
+                return (part / seen).float()
 
             mask = calibrated(sieve, model, space, scorer(sieve, model, space, sensitivity, seed, *address))
             yield (torch.from_numpy(mask.bits.copy()).to(desk.train.labels.device)[None],)
