@@ -65,10 +65,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only th
 
 
 @app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _top(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         console.print(fedsieve.__version__, highlight=False)
         raise typer.Exit
+    if launch.ranks() > 1 and context.invoked_subcommand not in ("run", "resume", "demo"):
+        raise FedsieveError(
+            f"torchrun started {launch.ranks()} processes, but only run, resume and demo share their work among them. Start "
+            f"`fedsieve {context.invoked_subcommand or ''}` without torchrun"
+        )
 
 
 @app.command()
@@ -651,7 +658,7 @@ def main(arguments: list[str] | None = None, call: Callable[..., Any] = app) -> 
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    if launch.rank() == 0:  # other ranks of torchrun's have met with the same
+    if launch.speaks():
         Console(stderr=True).print("[bold red]error:[/] ", end="")
         print(message, file=sys.stderr)
     sys.exit(code)

@@ -18,6 +18,11 @@ def ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
+def speaks() -> bool:
+    """Whether this process tells its errors: the first on its machine does, where others have met with the same."""
+    return not launched() or os.environ["LOCAL_RANK"] == "0"
+
+
 def command() -> str:
     """How this process was started, up to the words that are fedsieve's own."""
     return f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m fedsieve" if launched() else "fedsieve"

@@ -23,7 +23,7 @@ from fedsieve.federation import team
 from fedsieve.federation.executors import Sequential
 from fedsieve.runner import experiment
 from fedsieve.runner.checkpoint import list_checkpoints
-from fedsieve.runner.experiment import run
+from fedsieve.runner.experiment import resume, run
 
 CONFIG = """
 name: ranks
@@ -171,6 +171,19 @@ CASES = {
         [*MASKED, "federation.blend=true", "federation.failures={crash: 0.3}",
          "federation.devices=[{share: 0.5, density: 0.5}, {share: 0.5, work: 0.5}]"],
     ),
+    "secure sums, a head in closed form": (
+        2,
+        None,
+        [*MASKED, "privacy={aggregation: secagg}", "federation.failures={crash: 0.1}", "federation.cohort=6",
+         "stages=[{name: head, train: head, method: ridge}, {name: all, train: backbone, sparse: true, rounds: 2, "
+         "local: {steps: 2}, batch_size: 16, optimizer: {lr: 0.1}}]"],
+    ),
+    "flipped labels, a robust rule, a teacher": (
+        2,
+        None,
+        ["federation.attack={kind: label_flip, fraction: 0.3}", "federation.aggregator={kind: multi_krum, f: 1}",
+         "federation.correction.kind=fedntd"],
+    ),
 }  # fmt: skip
 
 
@@ -204,12 +217,6 @@ def launched(tmp_path, change, *overrides):
     return Launch(tmp_path, 2, arguments, change)
 
 
-def assert_goes_on(tmp_path, undisturbed, ranks):
-    with Launch(tmp_path, ranks, ["resume", str(tmp_path / "run"), "--quiet"]) as launch:
-        assert launch.finish() == [0] * ranks, launch.words(0)
-    assert outcome(tmp_path / "run") == undisturbed
-
-
 def in_the_third_round(act, rank=1):
     """Do something once while clients train: rank 0 trains its own one by one, the others are asked for some at a time."""
     calls, train = iter(range(1000)), Sequential.train
@@ -225,6 +232,13 @@ def in_the_third_round(act, rank=1):
 def killed(rank):
     if rank == 1:
         in_the_third_round(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    end = team.Team.end
+
+    def asked_to_stop(self):  # by torchrun, as soon as it sees that a process ended
+        os.kill(os.getpid(), signal.SIGTERM)
+        end(self)
+
+    team.Team.end = asked_to_stop
 
 
 def test_a_killed_rank_ends_the_run_with_one_line_and_it_goes_on(tmp_path, undisturbed):
@@ -235,7 +249,9 @@ def test_a_killed_rank_ends_the_run_with_one_line_and_it_goes_on(tmp_path, undis
     assert "rank 1 is gone: its process ended or was killed. The last checkpoint, " in words
     assert f"`torchrun --nproc-per-node 2 -m fedsieve resume {folder}` goes on" in words
     assert list_checkpoints(folder / "checkpoints")[-1].stem == "0000000002"
-    assert_goes_on(tmp_path, undisturbed, ranks=2)
+    with Launch(tmp_path, 3, ["resume", str(folder), "--quiet"]) as launch:  # one more than before
+        assert launch.finish() == [0, 0, 0], launch.words(0)
+    assert outcome(folder) == undisturbed
 
 
 def headless(rank):
@@ -247,7 +263,8 @@ def test_other_ranks_end_when_rank_0_is_killed(tmp_path, undisturbed):
     with launched(tmp_path, headless) as launch:
         assert launch.finish() == [-signal.SIGKILL, 1]
     assert launch.words(1) == ""
-    assert_goes_on(tmp_path, undisturbed, ranks=1)
+    resume(tmp_path / "run", page=False)  # without torchrun, as one process
+    assert outcome(tmp_path / "run") == undisturbed
 
 
 def failing(rank):
@@ -325,7 +342,7 @@ def test_a_wrong_request_is_told_once(tmp_path):
     assert launch.words(1) == ""
 
 
-def test_the_executor_must_go_with_how_the_process_was_started(tmp_path, monkeypatch):
+def test_executor_and_command_must_go_with_how_the_process_was_started(tmp_path, monkeypatch, capsys):
     with pytest.raises(FedsieveError, match="torchrun --nproc-per-node 2 -m fedsieve run CONFIG.yaml"):
         run(parse_config(CONFIG, ["executor=distributed"]), tmp_path / "run")
     names = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -335,9 +352,11 @@ def test_the_executor_must_go_with_how_the_process_was_started(tmp_path, monkeyp
         FedsieveError, match="auto runs in one process, but torchrun started 2. Say executor=distributed"
     ):
         run(parse_config(CONFIG), tmp_path / "run")
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert "only run, resume and demo share their work" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(FedsieveError, match="2 ranks need a GPU each, and this machine has 1"):
         run(parse_config(CONFIG, ["executor=distributed", "device=cuda"]), tmp_path / "run")
     with pytest.raises(FedsieveError, match="cuda:0 is one GPU"):

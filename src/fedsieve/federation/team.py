@@ -115,7 +115,7 @@ class Team:
         self.talk = talk
         self.others = [0] if self.rank else list(range(1, self.size))
         self.inbox: queue.SimpleQueue[tuple[int, Any, list[Tensor | None], list[dist.Work]]] = queue.SimpleQueue()
-        self.lost: FedsieveError | None = None  # why the others cannot go on
+        self.lost: FedsieveError | None = None  # why the ranks cannot go on together
         self.ready: set[int] = set()
         self.known: Tensor | None = None  # the weights that all ranks have
         self.desk: Desk | None = None
@@ -142,7 +142,7 @@ class Team:
                 dist.recv_object_list(received, other, group=self.talk)
                 message, tensors = received[0], list[Tensor | None]()
                 if message == _END:
-                    self._leave(0)
+                    self._leave(self.lost.exit_code if self.lost else 0)
                 if isinstance(message, _Failure):
                     return self._lose(message.error)
                 if isinstance(message, _Answer):
@@ -340,6 +340,7 @@ class Team:
                 self.sent = [(tensor, work) for tensor, work in zip(tensors, works, strict=True) if work is not None]
 
     def _fail(self, error: FedsieveError) -> NoReturn:
+        self.lost = error  # rank 0 may answer with the end before this process is gone
         with contextlib.suppress(RuntimeError):
             self._send(0, _Failure(error))
         self._leave(error.exit_code)

@@ -127,9 +127,11 @@ def resume(
         if page:
             _write_page(folder)
         return summary
-    check_launch(experiment)
+    check_launch(experiment, resumed=True)
     if launch.rank():
         help_out(experiment)
+    if experiment.executor == "distributed" and launch.ranks() == 1:
+        display.say("executor: distributed, but this process is alone: it trains all clients itself")
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number

@@ -24,17 +24,17 @@ from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, chosen_executor, preflight, prepare
 
 
-def check_launch(experiment: Experiment) -> None:
-    """Refuse an executor that does not go with how this process was started."""
-    if experiment.executor == "distributed" and not launch.launched():
+def check_launch(experiment: Experiment, resumed: bool = False) -> None:
+    """Refuse an executor that does not go with how this process was started. What is resumed may go on in one process."""
+    if experiment.executor == "distributed" and not launch.launched() and not resumed:
         raise FedsieveError(
             "executor: distributed runs on the processes that torchrun starts: `torchrun --nproc-per-node 2 -m fedsieve "
             "run CONFIG.yaml executor=distributed`. In one process: executor=auto"
         )
     if experiment.executor != "distributed" and launch.ranks() > 1:
+        way = "Resume it" if resumed else "Say executor=distributed, or start fedsieve"
         raise FedsieveError(
-            f"executor: {experiment.executor} runs in one process, but torchrun started {launch.ranks()}. Say "
-            "executor=distributed, or start fedsieve without torchrun"
+            f"executor: {experiment.executor} runs in one process, but torchrun started {launch.ranks()}. {way} without torchrun"
         )
 
 
@@ -58,7 +58,9 @@ def leading(experiment: Experiment) -> Iterator[Team | None]:
     try:
         yield team
     except FedsieveError as error:
-        if isinstance(team.lost, LostRank) and str(team.lost) not in str(error):  # torchrun then asks all to stop
+        if team.lost:  # torchrun asks all to stop, and this rank has yet to say why
+            _ignore_stops()
+        if isinstance(team.lost, LostRank) and str(team.lost) not in str(error):
             raise FedsieveError(f"{team.lost}. {error}", 1) from None
         raise
     finally:
@@ -69,10 +71,13 @@ def help_out(experiment: Experiment) -> NoReturn:
     """Work for rank 0 until its run ends, and with it this process. Writes nothing and prints nothing."""
     warnings.simplefilter("ignore")
     team = Team(_own_device(experiment))
-    # Rank 0 decides when to stop, and needs help with the round it is in.
+    _ignore_stops()  # rank 0 decides when to stop, and needs help with the round it is in
+    team.serve(lambda: preflight(experiment), _lay_out)
+
+
+def _ignore_stops() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    team.serve(lambda: preflight(experiment), _lay_out)
 
 
 @dataclass(frozen=True)
@@ -111,13 +116,14 @@ def _own_device(experiment: Experiment) -> torch.device:
     device = choose_device(experiment.device)
     if device.type == "cpu":
         return device
-    here, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    here, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if device.index is not None:
         raise FedsieveError(f"device: {device} is one GPU, but every rank takes one of its own: say device=cuda")
-    if here >= count:
+    if here > count:
         raise FedsieveError(
-            f"device: {int(os.environ['LOCAL_WORLD_SIZE'])} ranks need a GPU each, and this machine has {count}. Start "
-            f"torchrun with --nproc-per-node {count}, or say device=cpu"
+            f"device: {here} ranks need a GPU each, and this machine has {count}. Start torchrun with --nproc-per-node "
+            f"{count}, or say device=cpu"
         )
-    torch.cuda.set_device(here)
-    return torch.device("cuda", here)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
