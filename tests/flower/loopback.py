@@ -14,6 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+ALL = 1500  # seconds for all that is done with some processes
 PEM, OPENSSH = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
 
 
@@ -22,6 +23,7 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.begun = folder, list[subprocess.Popen]()
+        self.last = time.monotonic() + ALL  # nothing is waited for any longer
         self.mark = f"FLWR_HOME={folder / 'home'}"
         own = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -55,7 +57,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                timeout=seconds,
+                timeout=min(seconds, self.last - time.monotonic()),
                 check=True,
             )
             log.seek(0)
@@ -98,7 +100,7 @@ class Processes:
 
     def until(self, done, seconds: float):
         """Wait for something to be so."""
-        end = time.monotonic() + seconds
+        end = min(time.monotonic() + seconds, self.last)
         while not (found := done()):
             assert time.monotonic() < end, self.logs()
             time.sleep(0.1)

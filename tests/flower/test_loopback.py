@@ -102,6 +102,12 @@ class Federation(Processes):
         name = Path(warm.address_of(str(self.folder / site / "files"))).name
         return str(self.folder / "tmp" / f"fedsieve-{os.getuid()}" / name)
 
+    def sent(self, site: str, what: str, round: int) -> bool:
+        """Whether something has left a site in the newest run."""
+        log = max((self.folder / site / "files").glob("*/sent.jsonl"), key=lambda file: file.stat().st_mtime)
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        return any((row["what"], row["round"]) == (what, round) for row in rows)
+
     def own_process(self, site: str) -> int:
         (found,) = self.until(lambda: self.alive("fedsieve.flower.warm", self.socket(site)), LIMIT)
         return found
@@ -220,14 +226,16 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
     os.kill(three.own_process("north"), signal.SIGSTOP)
     lost = three.own_process("south")
     three.kill_node("south")
-    after(2)
-    assert not Path(f"/proc/{lost}").exists()  # with its SuperNode
-    three.start_node("south")
+    three.until(lambda: three.sent("west", "update", 2), LIMIT)
+    time.sleep(0.5)  # it has handed its answer over, and the server waits for the other two
     with impostor(three.socket("west")):
         three.kill(three.alive("fedsieve.flower.warm", three.socket("west")))
+        after(2)
+        assert not Path(f"/proc/{lost}").exists()  # it ended with its SuperNode
+        three.start_node("south")
         after(3)
-    (server,) = three.alive("flwr-serverapp")
-    three.kill([server])
+        (server,) = three.alive("flwr-serverapp")
+        three.kill([server])
     three.bash("flwr run app-faults three-sites", LIMIT)
     three.end(folder)
     ledger = list(lines(folder / "ledger.csv"))
@@ -246,14 +254,10 @@ def test_a_secure_sum_survives_a_supernode_that_dies_after_it_sent_its_padded_va
     experiment = demo("privacy={aggregation: secagg}", "message.up=fp32", ONE_STAGE)
     folder = three.start_run(experiment, "secure", 8 + 3 * seconds)
 
-    def sent(site: str, what: str) -> bool:
-        logs = (three.folder / site / "files").glob("*/sent.jsonl")
-        return any(f'"what": "{what}"' in log.read_text() for log in logs)
-
-    three.until(lambda: sent("west", "update.pad"), LIMIT)
+    three.until(lambda: three.sent("west", "update.pad", 1), LIMIT)
     time.sleep(0.5)  # it has handed its answer over
     os.kill(three.own_process("west"), signal.SIGSTOP)  # so that it cannot take the next question
-    three.until(lambda: sent("north", "update.reveal"), LIMIT)
+    three.until(lambda: three.sent("north", "update.reveal", 1), LIMIT)
     three.kill_node("west")
     three.end(folder)
     three.start_node("west")

@@ -154,7 +154,7 @@ class RemoteChannel(Channel):
 
     def request(self, ask: str, clients: Sequence[int], round: int, told: Told) -> dict[int, Answer]:
         """Ask sites something, and give the messages of their answers, or why there are none."""
-        envelopes = {}
+        envelopes, self.sizes = {}, {}
         for client in clients:
             parts = self.waiting.pop(client, [])
             head = {"run": self.sites.run, "client": client, "ask": ask, "stage": self.stage, "round": round}
