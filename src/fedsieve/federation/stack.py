@@ -242,13 +242,25 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x < 0, tail, 1 - tail), bell / math.sqrt(2 * math.pi)
 
 
+def as_rows(inputs: Tensor, clients: int) -> Tensor:
+    """(clients * batch, ..., features) as (clients, rows, features).
+
+    In two steps, as `as_images` is: a compiler that is to see through one sometimes copies instead, once for every use.
+    """
+    return inputs.unflatten(0, (clients, -1)).flatten(1, -2)
+
+
+def as_images(rows: Tensor, like: Tensor) -> Tensor:
+    """(clients, rows, features) in the shape of `like`, but for the features."""
+    return rows.unflatten(1, (len(like) // len(rows), *like.shape[1:-1])).flatten(0, 1)
+
+
 def _linear(module: nn.Linear, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        rows = inputs.reshape(stack.clients, -1, inputs.shape[-1])
-        outputs = rows @ stack.weight(names["weight"], 2).mT
+        outputs = as_rows(inputs, stack.clients) @ stack.weight(names["weight"], 2).mT
         if "bias" in names:
             outputs = add_bias(outputs, stack.weight(names["bias"], 2))
-        return outputs.reshape(*inputs.shape[:-1], -1)
+        return as_images(outputs, inputs)
 
     return forward
 
