@@ -68,10 +68,15 @@ class Trained:
 
 
 class Sequential:
-    """One client after another, with plain modules: slow, obvious, and what the other executor must equal."""
+    """One client after another, with plain modules: slow, obvious, and what the other executors must equal."""
+
+    clients = 1  # at once
 
     def __init__(self, task: Task, support: Tensor | None) -> None:
         self.task, self.support = task, support
+
+    def sync(self) -> None:
+        """Nothing to do: it trains the model itself."""
 
     def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
         """Each client's result, as soon as it is there."""
