@@ -4,6 +4,7 @@ A row is a base config and some settings laid over it. Nothing here runs anythin
 """
 
 import csv
+import functools
 import io
 import itertools
 import json
@@ -35,7 +36,7 @@ class RowSpec(Strict):
     each: dict[str, list[Any]] = Field({}, description="values by name")
     base: str | None = Field(None, description="one of the study's bases")
     set: dict[str, Any] = Field({}, description="settings by dotted path")
-    reported: str | None = Field(None, description="id of what a report gives for it, in reported.csv")
+    reported: str | list[str] = Field([], description="ids of what a report gives for it, in reported.csv")
     tune: dict[str, list[Any]] = Field({}, description="settings chosen on validation at seed 0, with what is tried")
     search: dict[str, Any] = Field({}, description="settings of the runs that choose, where they differ")
     seeds: Positive | None = Field(None, description="at most so many; where seeds make no difference, 1")
@@ -94,11 +95,12 @@ class Row:
     name: str
     label: str
     tree: Mapping[str, Any]  # the experiment, without a seed
-    reported: str | None
+    reported: tuple[str, ...]  # ids in reported.csv
     tune: Mapping[str, Sequence[Any]]
     search: Mapping[str, Any]
     seeds: int | None
     keep: bool
+    own: frozenset[str]  # the settings that make it this row, by dotted path
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,10 @@ class Study:
         chosen = [row for row in self.rows.values() if any(fnmatchcase(row.name, pattern) for pattern in wanted)]
         self._check_overrides(chosen)
         return chosen
+
+    @property
+    def looks_at_data(self) -> bool:
+        return any(figure.kind == "data" for section in self.spec.sections for figure in section.figures)
 
     def matching(self, pattern: str) -> list[Row]:
         """The rows that a pattern of the study's own means."""
@@ -156,7 +162,7 @@ class Study:
     def _experiment(self, row: Row, tree: dict[str, Any], seed: int, chosen: Mapping[str, Any]) -> Experiment:
         tree = {"tracking": [], **(miniature(tree) if self.smoke else tree)}
         tree["name"] = f"{self.name}-{row.name}".replace("/", "-")
-        given = [override for override in self.overrides if applies(tree, override)]
+        given = [override for override in self.overrides if applies(row, override)]
         where = f"study {self.name}, row {row.name}"
         return make_experiment(tree, [*given, *_overrides(chosen), f"seed={seed}"], where)
 
@@ -164,7 +170,7 @@ class Study:
         for override in self.overrides:
             if override.partition("=")[0].strip() in ("seed", "name"):
                 raise FedsieveError(f"command line: {override}: a study sets the seeds and names of its rows itself")
-            if not any(applies(row.tree, override) for row in rows):
+            if not any(applies(row, override) for row in rows):
                 raise FedsieveError(f"command line: {override} applies to none of the chosen rows of {self.name}")
 
 
@@ -186,8 +192,8 @@ def load_study(
     try:
         spec = StudySpec.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise FedsieveError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        problems = [f"{file}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise FedsieveError("\n".join(problems)) from None
     rows: dict[str, Row] = {}
     for row in (row for item in spec.rows for row in _expanded(item, spec, file)):
         if row.name in rows:
@@ -209,8 +215,9 @@ def _expanded(item: RowSpec, spec: StudySpec, file: str) -> list[Row]:
         tree = _merged(spec.base, spec.bases[own["base"]] if own["base"] else {})
         settings = {key: _meant(value, spec.words) for key, value in own["set"].items()}
         tree = apply_overrides(tree, _overrides(settings))
-        extra = {key: own[key] for key in ("reported", "tune", "search", "seeds", "keep")}
-        rows.append(Row(own["name"], label, tree, **extra))
+        reported = [own["reported"]] if isinstance(own["reported"], str) else own["reported"]
+        extra = {key: own[key] for key in ("tune", "search", "seeds", "keep")}
+        rows.append(Row(own["name"], label, tree, tuple(reported), **extra, own=frozenset(settings)))
     return rows
 
 
@@ -246,8 +253,9 @@ def _check(study: Study, file: str) -> None:
     """Refuse a definition that names rows or reported figures that are not there."""
     known = {entry.id for entry in load_reported()}
     for row in study.rows.values():
-        if row.reported is not None and row.reported not in known:
-            raise FedsieveError(f"{file}: row {row.name}: reported.csv has no id {row.reported}")
+        for name in row.reported:
+            if name not in known:
+                raise FedsieveError(f"{file}: row {row.name}: reported.csv has no id {name}")
     for section in study.spec.sections:
         patterns = [*section.rows, *(pattern for figure in section.figures for pattern in figure.rows)]
         patterns += [name for claim in section.claims for name in claim.rows]
@@ -267,11 +275,18 @@ class Reported:
     note: str
 
 
+@functools.cache
 def load_reported() -> list[Reported]:
     """All figures that the reports give for rows of the studies."""
     text = (FOLDER / "reported.csv").read_text(encoding="utf-8")
     lines = csv.DictReader(io.StringIO(text))
     return [Reported(line["id"], line["metric"], float(line["value"]), line["source"], line["note"]) for line in lines]
+
+
+def reported_of(row: Row, measure: str) -> Reported | None:
+    """What a report gives for a row."""
+    wanted = {(name, measure) for name in row.reported}
+    return next((entry for entry in load_reported() if (entry.id, entry.metric) in wanted), None)
 
 
 # --- settings for all rows -------------------------------------------------------------------------------------------
@@ -281,21 +296,26 @@ ROUNDS = {"rounds", "local", "budget", "warmup_rounds"}
 EPOCHS = {"epochs", "warmup_epochs"}
 
 
-def applies(tree: Mapping[str, Any], override: str) -> bool:
-    """Whether an override means something to a row: rounds to a federated one, `mask.rule` to one with a mask."""
-    first, *rest = override.partition("=")[0].strip().split(".")
-    central = tree.get("federation") is None
+def applies(row: Row, override: str) -> bool:
+    """Whether an override changes a row: not where it means nothing (rounds of central training, the rule of a mask that is
+    not there), and not what makes the row the one it is. How long a stage is may always be changed."""
+    path = override.partition("=")[0].strip()
+    first, *rest = path.split(".")
+    central = row.tree.get("federation") is None
+    length = rest[-1:] in (["rounds"], ["epochs"])
+    if not length and any(f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in row.own - {"stages"}):
+        return False
     if first in FEDERATED:
         return not central
     if first == "mask":
-        return tree.get("mask") is not None
+        return row.tree.get("mask") is not None
     if first == "stages" and rest:
-        stages = {str(stage["name"]): stage for stage in tree["stages"]}
+        stages = {str(stage["name"]): stage for stage in row.tree["stages"]}
         stage = stages.get(rest[0])
         if stage is None:
             return rest[0].isdigit() and int(rest[0]) < len(stages)
-        length = ROUNDS | EPOCHS if stage.get("method") == "ridge" else ROUNDS if central else EPOCHS
-        return not (len(rest) > 1 and rest[1] in length)
+        never = ROUNDS | EPOCHS if stage.get("method") == "ridge" else ROUNDS if central else EPOCHS
+        return not (len(rest) > 1 and rest[1] in never)
     return True
 
 
@@ -318,6 +338,8 @@ def miniature(tree: Mapping[str, Any]) -> dict[str, Any]:
         sieve["calibration_rounds"] = min(2, sieve.get("calibration_rounds", 1))
         if "refresh" in sieve:
             sieve["refresh"] = 1
+    if dp := small.get("privacy", {}).get("dp"):
+        small["privacy"]["dp"] = {"clip_norm": dp["clip_norm"], "noise_multiplier": 1.0}  # finding one takes seconds
     if federation := small.get("federation"):
         federation["clients"] = TINY_CLIENTS
         if federation.get("partition", {}).get("nc"):

@@ -7,7 +7,10 @@ import contextlib
 import fcntl
 import json
 import math
+import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,23 +52,32 @@ RECORD = "study.json"
 SHOWN = 16  # training images on the page
 
 
-def begin(study: Study, out: Path) -> None:
-    """Make the study folder, or see that the one that is there is of the same study, changed in the same way."""
-    record = {"study": study.name, "overrides": list(study.overrides), "rates": list(study.rates), "smoke": study.smoke}
+def check_folder(study: Study, out: Path) -> None:
+    """Refuse a folder that is no study's, or was begun with other words."""
     if (out / RECORD).exists():
         there = _read_record(out)
-        if there != record:
+        if there != _record(study):
             raise FedsieveError(
                 f"--out: {out} was begun as `fedsieve study {_words(there)}`, and rows of two kinds are not mixed. "
                 "Go on with the same words, or choose another folder"
             )
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FedsieveError(f"--out: {out} is there already and is no study folder. Choose another folder")
+
+
+def begin(study: Study, out: Path) -> None:
+    """Make the study folder, where it is not there."""
+    if (out / RECORD).exists():
+        return
     try:
-        write_json(out / RECORD, record)
+        write_json(out / RECORD, _record(study))
     except OSError as error:
         raise FedsieveError(f"--out: {out} cannot be written: {error.strerror}") from None
+
+
+def _record(study: Study) -> dict[str, Any]:
+    """The words that a study is run with."""
+    return {"study": study.name, "overrides": list(study.overrides), "rates": list(study.rates), "smoke": study.smoke}
 
 
 def _read_record(out: Path) -> dict[str, Any]:
@@ -89,14 +101,19 @@ def run_study(
     console: Console,
     quiet: bool = False,
     keep_all: bool = False,
+    limit: float | None = None,
 ) -> Path:
-    """Run what is not finished, and write the page, also when stopped on the way; gives the page."""
-    begin(study, out)
+    """Run what is not finished, for at most `limit` seconds, and write the page, also when stopped; gives the page."""
     display = GridDisplay(console, quiet)
+    grid = Grid(study, out, rows, seeds, display, keep_all)
+    check_folder(study, out)
+    grid.check()
+    begin(study, out)
     with _only_process(out):
         try:
-            Grid(study, out, rows, seeds, display, keep_all).run()
-            if any(figure.kind == "data" for section in study.spec.sections for figure in section.figures):
+            if not grid.run(limit):
+                display.say(f"time is up: {display.over} of {display.runs} runs are over. The same command goes on from here")
+            elif len(rows) == len(study.rows) and study.looks_at_data:
                 explore(study, out, display)
         finally:
             page = write_study(study, out, max(seeds, _seeds_there(out)))
@@ -133,6 +150,37 @@ def _only_process(out: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _alarm(limit: float | None) -> Iterator[threading.Event]:
+    """Stop as SIGTERM would after so many seconds: in a run it saves first, between two there is nothing to save.
+
+    The event tells that the time was up.
+    """
+    rung = threading.Event()
+
+    def ring() -> None:
+        rung.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def between(number: int, _: Any) -> None:
+        raise FedsieveError("stopped between two runs; nothing is lost. The same command goes on from here", 128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield rung
+        return
+    before = {number: signal.signal(number, between) for number in (signal.SIGINT, signal.SIGTERM)}
+    timer = threading.Timer(limit or 0, ring)
+    timer.daemon = True
+    if limit is not None:
+        timer.start()
+    try:
+        yield rung
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Grid:
     """One process's work on a study folder."""
 
@@ -142,18 +190,25 @@ class Grid:
         self.study, self.out, self.rows, self.seeds = study, out, rows, seeds
         self.display, self.keep_all, self.shared = display, keep_all, Shared()
 
-    def run(self) -> None:
-        """All rows with the first seed, then all with the second, and so on: what is there early is there for every row."""
-        self._check()
+    def run(self, limit: float | None = None) -> bool:
+        """All rows with the first seed, then all with the second, and so on: what is there early is there for every row.
+
+        Gives whether all could run in `limit` seconds.
+        """
         images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
         costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
-        with self.display.grid(self._planned(costs)):
-            for seed in range(self.seeds):
-                for row in self.rows:
-                    if seed < (row.seeds or self.seeds):
-                        self._do(row, seed, costs[row.name])
+        with self.display.grid(self._planned(costs)), _alarm(limit) as rung:
+            try:
+                for seed in range(self.seeds):
+                    for row in self.rows:
+                        if seed < (row.seeds or self.seeds):
+                            self._do(row, seed, costs[row.name])
+            except FedsieveError as error:
+                if not (rung.is_set() and error.exit_code == 128 + signal.SIGTERM):
+                    raise
+        return not rung.is_set()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Refuse, before anything runs, what cannot run here and rows that were made with another config."""
         for row in self.rows:
             experiment = self.study.experiment(row, 0)

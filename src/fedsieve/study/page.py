@@ -20,7 +20,7 @@ from fedsieve.report.html import duration, figure, render, save, size, tick, til
 from fedsieve.report.masks import block_labels, pairs
 from fedsieve.report.page import tiles
 from fedsieve.study import figures
-from fedsieve.study.definition import FigureSpec, Reported, SectionSpec, Study, load_reported
+from fedsieve.study.definition import FigureSpec, Reported, SectionSpec, Study, reported_of
 from fedsieve.study.figures import Point
 from fedsieve.study.results import Result, Verdict, agreement, judge, provenance, read_results
 
@@ -30,6 +30,8 @@ LABELS = {
     "val_accuracy": "validation accuracy",
     "best_test_accuracy": "best seen on test",
     "head.test_accuracy": "head stage",
+    "best_test_at": "best epoch or round on test",
+    "head.test_loss": "head stage's test loss",
     "head.seconds": "head stage",
     "last.seconds": "last stage",
     "seconds": "time",
@@ -75,7 +77,7 @@ def form(measure: str) -> str:
         return "bytes"
     if measure.endswith("seconds"):
         return "seconds"
-    return "whole" if measure.endswith(("numbers_up", "active", "best_at", "rounds")) else "number"
+    return "whole" if measure.endswith(("numbers_up", "active", "best_test_at")) else "number"
 
 
 def label(measure: str) -> str:
@@ -179,14 +181,12 @@ class Table:
         return list(dict.fromkeys(f"{name}: {entry.note}" for name, entry in told if entry and entry.note))
 
 
-def make_table(
-    measures: Sequence[str], results: Sequence[Result], reported: Mapping[tuple[str, str], Reported], about: str
-) -> Table:
+def make_table(measures: Sequence[str], results: Sequence[Result], about: str) -> Table:
     lines = []
     for result in results:
         cells = []
         for measure in measures:
-            told = reported.get((result.row.reported or "", measure))
+            told = reported_of(result.row, measure)
             values = result.values(measure)
             cells.append(Cell(measure, result.mean(measure), result.spread(measure), len(values), told))
         lines.append(Line(result, cells))
@@ -245,14 +245,11 @@ class Section:
 def write_study(study: Study, out: Path, seeds: int) -> Path:
     """Writes study.html, tables.md, results.csv, runs.csv, choices.csv and figures/ into `out`; returns the page."""
     results = read_results(study, out, list(study.rows.values()), seeds)
-    reported = {(entry.id, entry.metric): entry for entry in load_reported()}
-    sections = [
-        _section(study, spec, results, reported, out, number) for number, spec in enumerate(study.spec.sections)
-    ]
+    sections = [_section(study, spec, results, out, number) for number, spec in enumerate(study.spec.sections)]
     about = provenance(list(results.values()))
     differ = not study.smoke
     save(out / "tables.md", _markdown_page(study, sections, about, differ))
-    save(out / "results.csv", _results_csv(study, results, reported))
+    save(out / "results.csv", _results_csv(study, results))
     save(out / "runs.csv", _runs_csv(results.values()))
     if any(result.trials for result in results.values()):
         save(out / "choices.csv", _choices_csv(results.values()))
@@ -291,13 +288,12 @@ def _section(
     study: Study,
     spec: SectionSpec,
     results: Mapping[str, Result],
-    reported: Mapping[tuple[str, str], Reported],
     out: Path,
     number: int,
 ) -> Section:
     mine = _chosen(study, results, spec.rows)
-    table = make_table(spec.columns, mine, reported, describe(provenance(mine))) if mine else None
-    section = Section(spec, table, [judge(claim, results) for claim in spec.claims], _answer(spec, mine, reported))
+    table = make_table(spec.columns, mine, describe(provenance(mine))) if mine else None
+    section = Section(spec, table, [judge(claim, results) for claim in spec.claims], _answer(spec, mine))
     for place, item in enumerate(spec.figures):
         shown = _chosen(study, results, item.rows) if item.rows else mine
         if item.kind == "data":
@@ -307,7 +303,7 @@ def _section(
             run = _first_run(shown)
             section.tiles = tiles(run.predictions)[:TILES] if run and run.predictions else []
             section.crisp = True
-        elif svg := _draw(item, shown, reported):
+        elif svg := _draw(item, shown):
             save(out / "figures" / f"{number + 1}-{place + 1}.svg", svg)
             section.pictures.append((item.title, figure(svg, f"{spec.title}: {item.title}")))
     return section
@@ -318,7 +314,7 @@ def _chosen(study: Study, results: Mapping[str, Result], patterns: Sequence[str]
     return [results[name] for name in dict.fromkeys(names)]
 
 
-def _answer(spec: SectionSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str:
+def _answer(spec: SectionSpec, results: Sequence[Result]) -> str:
     """What the section's first measure says, in a sentence or two."""
     measure = spec.columns[0] if spec.columns else ""
     ranked = sorted(
@@ -328,18 +324,14 @@ def _answer(spec: SectionSpec, results: Sequence[Result], reported: Mapping[tupl
         return ""
     unit = " %" if form(measure) == "percent" else ""
 
-    def told(mean: float, result: Result) -> str:
+    def described(mean: float, result: Result) -> str:
         spread, count = result.spread(measure), len(result.values(measure))
         around = "" if spread is None else f" ± {written(spread, measure)}"
         return f"{result.row.label} ({written(mean, measure)}{around}{unit}, {count} seed{'s' * (count > 1)})"
 
     name = LABELS.get(measure, measure.replace("_", " "))
-    words = f"Highest {name}: {told(*ranked[0])}; lowest: {told(*ranked[-1])}."
-    both = [
-        (mean, reported[result.row.reported or "", measure].value)
-        for mean, result in ranked
-        if (result.row.reported or "", measure) in reported
-    ]
+    words = f"Highest {name}: {described(*ranked[0])}; lowest: {described(*ranked[-1])}."
+    both = [(mean, told.value) for mean, result in ranked if (told := reported_of(result.row, measure)) is not None]
     if len(both) > 2:
         same, of = agreement(both)
         words += f" Of {of} pairs of rows that the report gives numbers for, {same} stand in the same order here."
@@ -380,11 +372,11 @@ def _judged(verdict: Verdict) -> str:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _draw(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str | None:
+def _draw(item: FigureSpec, results: Sequence[Result]) -> str | None:
     """A figure as SVG; None where nothing has run that it would show."""
     draw = {"lines": _lines, "dots": _dots, "curves": _curves, "scatter": _scatter}.get(item.kind)
     if draw:
-        return draw(item, results, reported)
+        return draw(item, results)
     run = _first_run(results)
     if item.kind == "overlap":
         return _depths(results)
@@ -393,33 +385,33 @@ def _draw(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[s
     return _allocation(run) if item.kind == "allocation" else _confusion(run)
 
 
-def _point(x: Any, item: FigureSpec, result: Result, reported: Mapping[tuple[str, str], Reported]) -> Point:
-    told = reported.get((result.row.reported or "", item.y))
+def _point(x: Any, item: FigureSpec, result: Result) -> Point:
+    told = reported_of(result.row, item.y)
     return Point(x, result.mean(item.y), result.spread(item.y), told.value if told else None)
 
 
-def _lines(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str | None:
+def _lines(item: FigureSpec, results: Sequence[Result]) -> str | None:
     series: dict[str, list[Point]] = {}
     for result in results:
         x = result.settings.get(item.x or "")
         if x is not None:
             name = str(result.settings.get(item.by, "")) if item.by else label(item.y)
-            series.setdefault(name, []).append(_point(x, item, result, reported))
+            series.setdefault(name, []).append(_point(x, item, result))
     if not any(point.mean is not None for points in series.values() for point in points):
         return None
     below = (item.x or "").rpartition(".")[2].replace("_", " ")
     return figures.lines(series, below, label(item.y), axis(item.y), item.log)
 
 
-def _dots(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str | None:
-    points = [_point(None, item, result, reported) for result in results]
+def _dots(item: FigureSpec, results: Sequence[Result]) -> str | None:
+    points = [_point(None, item, result) for result in results]
     if all(point.mean is None for point in points):
         return None
     names = [result.row.label for result in results]
     return figures.dots(names, points, label(item.y), lambda value: written(value, item.y), axis(item.y))
 
 
-def _curves(item: FigureSpec, results: Sequence[Result], _: Any) -> str | None:
+def _curves(item: FigureSpec, results: Sequence[Result]) -> str | None:
     series = {}
     for result in results:
         if drawn := [curve for run in result.runs if (curve := _curve(run, item.y)) is not None]:
@@ -437,11 +429,11 @@ def _curve(run: RunFolder, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     return drawing.column(rows, "round" if name == "drift" else "index"), drawing.column(rows, name)
 
 
-def _scatter(item: FigureSpec, results: Sequence[Result], reported: Mapping[tuple[str, str], Reported]) -> str | None:
+def _scatter(item: FigureSpec, results: Sequence[Result]) -> str | None:
     series: dict[str, list[tuple[str, float, Point]]] = {}
     for result in results:
         x = result.mean(item.x or "bytes")
-        point = _point(None, item, result, reported)
+        point = _point(None, item, result)
         if x and point.mean is not None:
             name = str(result.settings.get(item.by, "")) if item.by else ""
             series.setdefault(name, []).append((result.row.label, x, point))
@@ -529,7 +521,7 @@ def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return buffer.getvalue()
 
 
-def _results_csv(study: Study, results: Mapping[str, Result], reported: Mapping[tuple[str, str], Reported]) -> str:
+def _results_csv(study: Study, results: Mapping[str, Result]) -> str:
     """A line for every row and measure that a section shows. Accuracies are fractions."""
     wanted: dict[tuple[str, str], None] = {}
     for spec in study.spec.sections:
@@ -538,7 +530,7 @@ def _results_csv(study: Study, results: Mapping[str, Result], reported: Mapping[
     rows = []
     for name, measure in wanted:
         result, values = results[name], results[name].values(measure)
-        told = reported.get((result.row.reported or "", measure))
+        told = reported_of(result.row, measure)
         if len(values) or told or result.state != "finished":
             ends = (values.min(), values.max()) if len(values) else (None, None)
             numbers = (len(values), result.mean(measure), result.spread(measure), *ends)

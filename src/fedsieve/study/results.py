@@ -125,13 +125,13 @@ def next_settings(tune: Mapping[str, Sequence[Any]], trials: Sequence[Trial], sm
         if settings not in tried:
             return settings
     key, *more = tune
-    if more or smoke or not key.endswith(WIDEN) or len(trials) >= TRIES or len(tune[key]) < 2:
+    if more or smoke or not key.endswith(WIDEN) or len(trials) >= TRIES or len(set(tune[key])) < 2:
         return None
     best = best_trial(trials)
-    rates = sorted(found.settings[key] for found in trials)
+    rates = sorted({found.settings[key] for found in trials})
     if best is None or best.settings[key] not in (rates[0], rates[-1]) or not all(found.over for found in trials):
         return None
-    step = rates[1] / rates[0]
+    step = max(2.0, rates[1] / rates[0])
     beyond = rates[0] / step if best.settings[key] == rates[0] else rates[-1] * step
     return {key: float(f"{beyond:.3g}")}
 
@@ -345,6 +345,13 @@ def _numbers_up(run: RunFolder) -> float | None:
     return sent * float(np.mean(each)) if each else None
 
 
+def _best_test_at(run: RunFolder) -> float | None:
+    """The epoch or round of the last stage that did best on test, as reports choose it."""
+    tested = [record for record in _last(run) if record.get("test_accuracy") is not None]
+    best = max(tested, key=lambda record: record["test_accuracy"], default=None)
+    return None if best is None else float(best.get("round") or best["epoch"])
+
+
 def _first(values: Sequence[float]) -> float | None:
     return values[0] if values else None
 
@@ -353,6 +360,7 @@ MADE: dict[str, Callable[[RunFolder], float | None]] = {
     "bytes": _bytes,
     "of_dense": lambda run: of_dense(read_traffic(run)),
     "best_test_accuracy": lambda run: max(_column(run, "test_accuracy"), default=None),
+    "best_test_at": _best_test_at,
     "steadiness": _steadiness,
     "mean_drift": lambda run: float(np.mean(found)) if (found := _column(run, "drift")) else None,
     "train_accuracy": lambda run: _first(_column(run, "train_accuracy")[-1:]),

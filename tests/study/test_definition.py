@@ -1,0 +1,173 @@
+"""Studies as data: what their files say becomes rows that can run, whole and in miniature."""
+
+import itertools
+
+import pytest
+import yaml
+
+from fedsieve.errors import FedsieveError
+from fedsieve.study.definition import FOLDER, STUDIES, applies, load_reported, load_study, miniature
+from fedsieve.study.results import MADE
+
+OWN = """
+title: own
+text: a study of a test
+words: {iid: {kind: iid}, nc2: {kind: classes, nc: 2}}
+base:
+  data: {source: digits, size: 8, normalize: half, val_fraction: 0.2}
+  model: {backbone: vit_tiny_patch16_224, weights: none}
+bases:
+  central: {stages: [{name: all, train: all, epochs: 1}]}
+  federated:
+    federation: {clients: 4, partition: {kind: dirichlet, alpha: 1.0}}
+    stages: [{name: all, train: all, rounds: 1}]
+rows:
+  - {name: central, base: central}
+  - name: $where/j$j
+    label: $where with $j
+    each: {where: [iid, nc2], j: [1, 2]}
+    base: federated
+    set: {federation.partition: $where, stages.all.local.epochs: $j}
+sections: [{title: all, rows: ["*"]}]
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """own(text, *overrides) -> Study, from a file of its own."""
+
+    def load(text=OWN, *overrides, **others):
+        (tmp_path / "own.yaml").write_text(text)
+        return load_study("own", overrides, where=tmp_path, **others)
+
+    return load
+
+
+@pytest.mark.parametrize(("name", "smoke"), itertools.product(STUDIES, (False, True)))
+def test_every_row_is_a_valid_experiment_and_so_is_what_chooses_its_settings(name, smoke):
+    study = load_study(name, smoke=smoke)
+    for row in study.rows.values():
+        experiment = study.experiment(row, 1)
+        assert experiment.seed == 1
+        for values in itertools.product(*study.tune(row, experiment).values()):
+            tried = dict(zip(study.tune(row, experiment), values, strict=True))
+            search = study.search(row, tried)
+            assert search.seed == 0 and search.data.val_fraction > 0 and not search.test
+
+
+def test_every_reported_figure_belongs_to_a_row_that_is_shown_with_it():
+    known = {(entry.id, entry.metric) for entry in load_reported()}
+    assert len(known) == len(load_reported())
+    shown = set()
+    for name in STUDIES:
+        study = load_study(name)
+        for section in study.spec.sections:
+            rows = {row.name: row for pattern in section.rows for row in study.matching(pattern)}
+            shown |= {(name, column) for row in rows.values() for name in row.reported for column in section.columns}
+    assert {entry for entry in known - shown if not entry[1].endswith("_change")} == set()  # changes are put in words
+
+
+def test_measures_that_are_asked_for_exist():
+    fields = {"test_accuracy", "test_loss", "val_accuracy", "seconds", "bytes_up", "bytes_down", "drift", "peak_memory"}
+    fields |= {"calibration_seconds"}
+    for name in STUDIES:
+        for section in load_study(name).spec.sections:
+            asked = {*section.columns, *(claim.measure for claim in section.claims)}
+            asked |= {figure.y for figure in section.figures if figure.kind in ("lines", "dots", "scatter")}
+            for measure in asked:
+                assert measure in fields | MADE.keys() or measure.startswith(
+                    ("head.", "last.", "clients.", "personal.")
+                )
+
+
+def test_rows_are_expanded_over_all_combinations_and_words_stand_for_values(own):
+    study = own()
+    assert list(study.rows) == ["central", "iid/j1", "iid/j2", "nc2/j1", "nc2/j2"]
+    assert study.rows["nc2/j1"].label == "Nc=2 with 1"
+    experiment = study.experiment(study.rows["nc2/j2"], 5)
+    assert experiment.federation.partition.nc == 2  # a partition of another kind was replaced whole
+    assert (experiment.stages[0].local.epochs, experiment.seed, experiment.name) == (2, 5, "own-nc2-j2")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('rows: ["*"]', 'rows: ["nope/*"]', "no row matches nope"),
+        ("base: central}", "base: centrl}", "no base centrl"),
+        ("- {name: central, base: central}", "- {name: central, base: central, reported: x}", "no id x"),
+        ("- {name: central,", "- {name: iid/j1,", "two rows are named iid/j1"),
+        ("title: own", "titel: own", "titel"),
+    ],
+)
+def test_a_wrong_definition_is_refused_with_the_place(own, old, new, said):
+    with pytest.raises(FedsieveError, match=said):
+        own(OWN.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("override", "central", "federated"),
+    [
+        ("data.size=16", True, True),
+        ("federation.cohort=0.5", False, True),
+        ("federation.partition.nc=3", False, False),  # what makes the row this row
+        ("federation={}", False, False),
+        ("stages.all.local.epochs=9", False, False),
+        ("message.up=int8", False, True),
+        ("stages.all.epochs=3", True, False),
+        ("stages.all.rounds=3", False, True),
+        ("stages.all.optimizer.lr=1", True, True),
+        ("stages.head.epochs=1", False, False),
+        ("mask.rule=random", False, False),
+    ],
+)
+def test_an_override_touches_the_rows_it_means_something_to(own, override, central, federated):
+    study = own()
+    assert applies(study.rows["central"], override) is central
+    assert applies(study.rows["iid/j1"], override) is federated
+    given = own(OWN, override)
+    if not central and not federated:
+        with pytest.raises(FedsieveError, match="applies to none"):
+            given.select([])
+        return
+    given.select([])
+    for name in ("central", "iid/j1"):
+        changed = given.experiment(given.rows[name], 0) != study.experiment(study.rows[name], 0)
+        assert changed is (central if name == "central" else federated)
+
+
+def test_seeds_and_names_are_the_studys_own(own):
+    with pytest.raises(FedsieveError, match="seed=3.*sets the seeds"):
+        own(OWN, "seed=3").select([])
+    with pytest.raises(FedsieveError, match='"nc3/.".*--list'):
+        own().select(["nc3/*"])
+
+
+def test_rates_are_tried_in_every_row(own):
+    study = own(OWN, rates=[0.1, 0.2])
+    for row in study.rows.values():
+        assert study.tune(row, study.experiment(row, 0)) == {"stages.all.optimizer.lr": [0.1, 0.2]}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_miniature_keeps_what_kind_of_experiment_a_row_is(name):
+    study, tiny = load_study(name), load_study(name, smoke=True)
+    for row in study.rows.values():
+        before = yaml.dump(row.tree)
+        small, whole = tiny.experiment(row, 0), study.experiment(row, 0)
+        assert yaml.dump(row.tree) == before
+        assert miniature(miniature(row.tree)) == miniature(row.tree)
+        for one, two in zip(small.stages, whole.stages, strict=True):
+            assert (one.name, one.train, one.method, one.sparse) == (two.name, two.train, two.method, two.sparse)
+        assert (small.federation is None) == (whole.federation is None)
+        assert (small.mask is None) == (whole.mask is None)
+        if small.mask and whole.mask:
+            kept = ("rule", "sparsity", "scope", "allocation", "granularity")
+            assert all(getattr(small.mask, key) == getattr(whole.mask, key) for key in kept)
+        assert bool(small.data.val_fraction) == bool(whole.data.val_fraction)
+        assert small.message == whole.message
+        assert small.privacy.aggregation == whole.privacy.aggregation
+
+
+def test_all_files_of_studies_are_known():
+    files = {file.name.removesuffix(".yaml") for file in FOLDER.iterdir() if file.name.endswith(".yaml")}
+    assert files == set(STUDIES)

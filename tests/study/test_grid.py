@@ -1,0 +1,257 @@
+"""Running studies: a miniature of every kind of row, going on after a kill, refusing to mix, and pages of it all."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import time
+
+import pytest
+from rich.console import Console
+
+from fedsieve.cli import main
+from fedsieve.errors import FedsieveError
+from fedsieve.report.html import flatten
+from fedsieve.report.page import write_report
+from fedsieve.study import grid
+from fedsieve.study.definition import STUDIES, load_study
+from fedsieve.study.grid import Grid, GridDisplay, begin, cost, run_study, show_study
+from fedsieve.study.page import markdown, written
+from fedsieve.study.results import read_results
+
+SMALL = """
+title: small
+text: a study of a test
+base:
+  threads: 1
+  data: {source: digits, size: 8, normalize: half, val_fraction: 0.2}
+  model: {backbone: vit_tiny_patch16_224, options: {patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2}, weights: none}
+  stages: [{name: all, train: all, epochs: 1, batch_size: 200, optimizer: {lr: 0.1}}]
+rows:
+  - {name: a/plain, label: plain}
+  - {name: a/tuned, label: tuned, tune: {stages.all.optimizer.lr: [1e-6, 0.1, 1e30]}}
+  - {name: a/diverging, label: diverging, set: {stages.all.optimizer.lr: 1e30}, seeds: 1}
+sections:
+  - title: all of it
+    rows: [a/*]
+    columns: [test_accuracy, seconds]
+    figures: [{kind: dots, title: dots}, {kind: curves, title: curves, y: val_accuracy}]
+    claims: [{says: tuned is as good, level: [a/tuned, a/plain], within: 1.0}]
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    """small(*overrides) -> a study of three rows."""
+
+    def load(*overrides):
+        (tmp_path / "small.yaml").write_text(SMALL)
+        return load_study("small", overrides, where=tmp_path)
+
+    return load
+
+
+def run_all(study, out, seeds=2, patterns=()):
+    return run_study(study, out, study.select(list(patterns)), seeds, Console(quiet=True))
+
+
+# Words that change a formula, and not how a run goes; they are tested where the formula is.
+FORMULAS = ("mask.rule", "message.", "federation.server.", "federation.aggregator.", "federation.attack.", "data.")
+
+
+def kinds(experiment) -> set[tuple[str, str]]:
+    """What kind of experiment it is: its settings, numbers and formulas aside, whatever its stages are called."""
+    settings = flatten(experiment.model_dump(mode="json", exclude={"name"}))
+    named = {re.sub(r"^stages\.[^.]+\.", "stages.", key): value for key, value in settings.items() if key != "stages"}
+    return {
+        (key, str(value) if isinstance(value, (str, bool)) else type(value).__name__)
+        for key, value in named.items()
+        if not key.startswith(FORMULAS)
+    }
+
+
+def test_a_miniature_of_every_kind_of_row_runs_and_is_shown(tmp_path):
+    """Rows are taken in order while one is of a kind that none before it was."""
+    seen: set[tuple[str, str]] = set()
+    for name in STUDIES:
+        study, chosen = load_study(name, smoke=True), []
+        for row in study.rows.values():
+            kind = kinds(study.experiment(row, 0))
+            if not kind <= seen or not chosen:
+                seen |= kind
+                chosen.append(row)
+        out = tmp_path / name
+        if name not in ("drift", "overlap"):  # which have all kinds of figures between them
+            begin(study, out)
+            Grid(study, out, chosen, 1, GridDisplay(Console(quiet=True))).run()
+        else:
+            page = run_study(study, out, chosen, 1, Console(quiet=True)).read_text()
+            assert all(section.title.replace("'", "&#39;") in page for section in study.spec.sections)
+            assert "In miniature" in page and "not run" in page and list((out / "figures").glob("*.svg"))
+        assert {result.state for result in read_results(study, out, chosen, 1).values()} == {"finished"}, name
+
+
+def test_a_study_runs_chooses_notes_what_diverged_and_is_not_run_again(small, tmp_path, monkeypatch):
+    study, out = small(), tmp_path / "out"
+    page = run_all(study, out).read_text()
+    results = read_results(study, out, study.select([]), 2)
+    assert results["a/plain"].state == "finished" and len(results["a/plain"].runs) == 2
+    assert results["a/tuned"].chosen == {"stages.all.optimizer.lr": 0.1}  # 1e30 diverged, 1e-6 learns nothing
+    assert (
+        results["a/diverging"].state.startswith("seed 0 diverged")
+        and results["a/diverging"].mean("test_accuracy") is None
+    )
+    # The trial that is what the row does anyway is its first seed, to the digit.
+    assert results["a/tuned"].by_seed("test_accuracy") == results["a/plain"].by_seed("test_accuracy")
+    with (out / "choices.csv").open() as file:
+        choices = list(csv.DictReader(file))
+    assert [(line["state"], line["chosen"]) for line in choices] == [
+        ("finished", "False"), ("finished", "True"), ("diverged", "False"),
+    ]  # fmt: skip
+    for text in ("<b>1</b> hold", "rate 0.1 of 1e-06, 0.1, 1e+30", "seed 0 diverged", "commit", "plain (", "2 seeds"):
+        assert text in page, text
+    with (out / "results.csv").open() as file:
+        lines = {(line["row"], line["measure"]): line for line in csv.DictReader(file)}
+    plain = results["a/plain"]
+    assert float(lines["a/plain", "test_accuracy"]["mean"]) == plain.mean("test_accuracy")
+    assert lines["a/plain", "test_accuracy"]["seeds"] == "2"
+    assert lines["a/diverging", "test_accuracy"]["mean"] == ""
+    assert f"| 2 | {written(plain.mean('test_accuracy'), 'test_accuracy')} " in (out / "tables.md").read_text()
+
+    monkeypatch.setattr(grid, "run", lambda *_, **__: pytest.fail("a finished row was run again"))
+    monkeypatch.setattr(grid, "resume", lambda *_, **__: pytest.fail("a finished row was run again"))
+    run_all(study, out)
+    for seed, kept in ((0, True), (1, False)):  # what only going on would need is gone, the page of a row is not
+        folder = out / "runs" / "a" / "plain" / f"seed-{seed}"
+        assert not list(folder.glob("checkpoints/*.ckpt"))
+        assert (folder / "checkpoints" / "final.safetensors").exists() is kept
+    assert write_report(out / "runs/a/plain/seed-1").exists()
+
+
+def test_a_study_goes_on_where_it_was_stopped_to_the_same_numbers(small, tmp_path, monkeypatch):
+    study, out = small("stages.all.epochs=3"), tmp_path / "out"
+    steps = 0
+
+    def stop(*_):
+        nonlocal steps
+        steps += 1
+        if steps == 30:  # in the second epoch of the second run
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grid.GridDisplay, "step", stop)
+        with pytest.raises(FedsieveError, match=r"stopped in a/tuned trying lr 1e-06; nothing is lost") as caught:
+            run_all(study, out)
+        assert caught.value.exit_code == 130
+    assert "not run" in (out / "study.html").read_text()  # the page shows what is there
+    unfinished = [folder.parent for folder in out.rglob("config.yaml") if not (folder.parent / "summary.json").exists()]
+    assert len(unfinished) == 1 and list(unfinished[0].glob("checkpoints/*.ckpt"))
+    run_all(study, out)
+    run_all(study, tmp_path / "straight")
+    for name, one in read_results(study, out, study.select([]), 2).items():
+        other = read_results(study, tmp_path / "straight", [study.rows[name]], 2)[name]
+        assert one.by_seed("test_loss") == other.by_seed("test_loss")
+        assert [trial.accuracy for trial in one.trials] == [trial.accuracy for trial in other.trials]
+
+
+def test_a_limit_stops_in_the_middle_and_loses_nothing(small, tmp_path, capsys):
+    study, out = small("stages.all.epochs=200"), tmp_path / "out"
+    rows, began = study.select(["a/plain"]), time.monotonic()
+    run_study(study, out, rows, 1, Console(), limit=1.0)
+    assert time.monotonic() - began < 30 and "time is up: 0 of 1 runs" in capsys.readouterr().out
+    assert list(out.glob("runs/a/plain/seed-0/checkpoints/*.ckpt"))
+    assert "seed 0 unfinished" in (out / "study.html").read_text()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_rows_of_two_configs_are_not_mixed(small, tmp_path):
+    out = tmp_path / "out"
+    run_all(small(), out, seeds=1, patterns=["a/plain"])
+    with pytest.raises(FedsieveError, match=r"begun as `fedsieve study small`.*not mixed"):
+        run_all(small("data.size=16"), out)
+    config = out / "runs/a/plain/seed-0/config.yaml"
+    config.write_text(config.read_text().replace("lr: 0.1", "lr: 0.2"))
+    with pytest.raises(FedsieveError, match=r"seed-0.*optimizer.lr \(0.2 there, 0.1 here\).*not mixed"):
+        run_all(small(), out, seeds=1, patterns=["a/plain"])
+    results = read_results(small(), out, small().select(["a/plain"]), 1)
+    assert results["a/plain"].mean("test_accuracy") is None
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(FedsieveError, match="no study folder"):
+        run_all(small(), tmp_path / "other")
+    (out / "study.json").write_text("{")
+    with pytest.raises(FedsieveError, match=r"study\.json: damaged"):
+        run_all(small(), out)
+
+
+def test_a_damaged_row_is_shown_as_missing_and_run_again(small, tmp_path):
+    study, out = small(), tmp_path / "out"
+    run_all(study, out, seeds=1, patterns=["a/plain"])
+    folder = out / "runs/a/plain/seed-0"
+    before = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text("{")
+    from fedsieve.study.page import write_study
+
+    page = write_study(study, out, 1).read_text()
+    assert "Not in the numbers" in page and "seed 0 damaged" in page
+    run_all(study, out, seeds=1, patterns=["a/plain"])
+    again = json.loads((folder / "summary.json").read_text())
+    assert again["test_loss"] == before["test_loss"]
+
+
+def test_costs_are_the_images_that_a_row_trains_on(tiny):
+    central = tiny("stages=[{name: all, train: all, epochs: 3}]")
+    assert cost(central, 1000) == 3 * 800  # a fifth is held out
+    federated = tiny(
+        "federation={clients: 10, cohort: 0.2}", "stages=[{name: all, train: all, rounds: 5, local: {epochs: 2}}]"
+    )
+    assert cost(federated, 1000) == 5 * 2 * 2 * 80
+    steps = tiny(
+        "federation={clients: 10, cohort: 3}",
+        "stages=[{name: all, train: all, rounds: 5, local: {steps: 4}, batch_size: 7}]",
+    )
+    assert cost(steps, 1000) == 5 * 3 * 4 * 7
+
+
+def test_tables_say_what_was_not_run(small, tmp_path):
+    from fedsieve.study.page import make_table
+
+    study = small()
+    results = read_results(study, tmp_path, study.select([]), 2)
+    table = make_table(["test_accuracy"], list(results.values()), "nothing")
+    assert table.shown == [] and "| `a/plain` plain | not run |" in markdown(table, differ=True)
+
+
+def fedsieve(*words) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code or 0
+
+
+def test_the_command_lists_runs_and_shows(tmp_path, capsys):
+    assert fedsieve("study", "list") == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in STUDIES)
+    assert fedsieve("study", "secure", "--list", "--rows", "fedavg/*") == 0
+    assert len(capsys.readouterr().out.strip().splitlines()) == 5
+    out = tmp_path / "out"
+    assert fedsieve("study", "secure", "--smoke", "--rows", "central/dense", "--out", out) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1" in said and "all done" in said and "study.html" in said
+    (out / "study.html").unlink()
+    assert fedsieve("study", "secure", "--show", "--out", out) == 0 and (out / "study.html").exists()
+    for words, message in (
+        (("study", "secur"), 'Did you mean "secure"?'),
+        (("study", "secure", "--rates", "fast"), "--rates: fast"),
+        (("study", "drift", "--show", "--out", out), "the study secure, not of drift"),
+        (("study", "secure", "--show", "--out", tmp_path), "not a study folder"),
+        (("study", "secure", "data.sise=3", "--out", tmp_path / "new"), "data.sise"),
+    ):
+        assert fedsieve(*words) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "new").exists()
+    shutil.rmtree(out)
+    with pytest.raises(FedsieveError):
+        show_study("secure", out, 1)

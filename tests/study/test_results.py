@@ -1,0 +1,184 @@
+"""From run folders to numbers: what counts, what does not, and what claims become."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
+from tests.conftest import TINY
+
+from fedsieve.config import parse_config, to_yaml
+from fedsieve.study.definition import ClaimSpec, Row
+from fedsieve.study.results import FAILED, TRIES, Outcome, Result, Trial, agreement, judge, next_settings, read_outcome
+
+TINY_EXPERIMENT = parse_config(TINY)
+ROW = Row("group/row", "a row", {}, (), {}, {}, None, False, frozenset())
+accuracies = st.lists(st.floats(0, 1), min_size=1, max_size=6)
+
+
+class Given(Result):
+    """A result of known values."""
+
+    def __init__(self, values):
+        super().__init__(ROW, None, [], [])
+        self.given = values
+
+    def by_seed(self, name):
+        return self.given
+
+
+def finished(folder: Path, accuracy=0.5, experiment=TINY_EXPERIMENT) -> Path:
+    """What a finished run leaves, as far as it counts here."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(experiment))
+    (folder / "summary.json").write_text(
+        json.dumps({"test_accuracy": accuracy, "stages": {"head": {}, "backbone": {}}})
+    )
+    return folder
+
+
+# --- what counts -----------------------------------------------------------------------------------------------------
+
+
+def test_only_a_finished_run_of_the_same_config_counts(tmp_path):
+    assert read_outcome(tmp_path / "none", TINY_EXPERIMENT).state == "not run"
+    assert read_outcome(finished(tmp_path / "done"), TINY_EXPERIMENT).state == "finished"
+    (finished(tmp_path / "killed") / "summary.json").unlink()
+    assert read_outcome(tmp_path / "killed", TINY_EXPERIMENT).state == "unfinished"
+    (finished(tmp_path / "torn") / "summary.json").write_text('{"test_accuracy": 0.')
+    assert read_outcome(tmp_path / "torn", TINY_EXPERIMENT).state == "damaged"
+    (finished(tmp_path / "nan") / "summary.json").write_text('{"test_accuracy": null, "stages": {}}')
+    assert read_outcome(tmp_path / "nan", TINY_EXPERIMENT).state == "damaged"
+    (finished(tmp_path / "config") / "config.yaml").write_text("stages: [")
+    assert read_outcome(tmp_path / "config", TINY_EXPERIMENT).state == "damaged"
+    other = parse_config(TINY, ["stages.head.optimizer.lr=0.2"])
+    changed = read_outcome(finished(tmp_path / "other", experiment=other), TINY_EXPERIMENT)
+    assert changed.state == "another config" and "stages.head.optimizer.lr (0.2 there, 0.1 here)" in changed.reason
+    (finished(tmp_path / "diverged") / FAILED).write_text('{"reason": "stage diverged"}')
+    assert read_outcome(tmp_path / "diverged", TINY_EXPERIMENT).state == "diverged"
+    (finished(tmp_path / "failed") / FAILED).write_text("")
+    assert read_outcome(tmp_path / "failed", TINY_EXPERIMENT).state == "damaged"
+
+
+def test_where_a_run_was_computed_makes_it_no_other(tmp_path):
+    elsewhere = parse_config(TINY, ["device=auto", "data.cache=/elsewhere", "tracking=[tensorboard]"])
+    assert read_outcome(finished(tmp_path / "run", experiment=elsewhere), TINY_EXPERIMENT).state == "finished"
+
+
+def test_what_is_missing_is_never_averaged(tmp_path):
+    outcomes = []
+    for seed, accuracy in enumerate([0.5, 0.7, 0.9]):
+        experiment = parse_config(TINY, [f"seed={seed}"])
+        folder = finished(tmp_path / str(seed), accuracy, experiment)
+        if seed == 2:
+            (folder / "summary.json").write_text('{"test_accuracy": "high"}')
+        outcomes.append(read_outcome(folder, experiment))
+    result = Result(ROW, TINY_EXPERIMENT, [], outcomes)
+    assert result.by_seed("test_accuracy") == {0: 0.5, 1: 0.7}
+    assert result.mean("test_accuracy") == pytest.approx(0.6)
+    assert result.spread("test_accuracy") == pytest.approx(np.std([0.5, 0.7], ddof=1))
+    assert result.state.startswith("seed 2 damaged")
+    assert result.mean("bytes") is None and result.spread("bytes") is None
+
+
+# --- choosing settings -----------------------------------------------------------------------------------------------
+
+
+def tried(settings, accuracy):
+    state = "diverged" if accuracy is None else "finished"
+    return Trial(settings, Outcome(Path(), 0, state), -1.0 if accuracy is None else accuracy)
+
+
+def search(tune, truth):
+    """All that is tried for a row whose settings have accuracies `truth(settings)`."""
+    trials = []
+    while (settings := next_settings(tune, trials, smoke=False)) is not None:
+        trials.append(tried(settings, truth(settings)))
+    return trials
+
+
+@given(st.floats(-9, 3), st.lists(st.integers(-8, 0).map(lambda n: n / 2), min_size=2, max_size=4, unique=True))
+def test_rates_are_widened_until_the_best_lies_inside_or_enough_were_tried(best, exponents):
+    rates = [10**exponent for exponent in exponents]
+    trials = search(
+        {"stages.all.optimizer.lr": rates}, lambda s: -abs(math.log10(s["stages.all.optimizer.lr"]) - best) + 99
+    )
+    found = [trial.settings["stages.all.optimizer.lr"] for trial in trials]
+    assert found[: len(rates)] == rates and len(set(found)) == len(found)
+    chosen = max(trials, key=lambda trial: trial.accuracy).settings["stages.all.optimizer.lr"]
+    assert len(found) >= TRIES or min(found) < chosen < max(found)
+
+
+def test_other_settings_are_tried_as_they_are_given_and_diverged_ones_are_not_chosen():
+    tune = {"mask.sparsity": [0.5, 0.9], "mask.rule": ["random", "high_magnitude"]}
+    trials = search(tune, lambda s: None if s["mask.rule"] == "random" else s["mask.sparsity"])
+    assert [tuple(trial.settings.values()) for trial in trials] == list(itertools.product(*tune.values()))
+    assert Result(ROW, None, trials, []).chosen == {"mask.sparsity": 0.9, "mask.rule": "high_magnitude"}
+    assert Result(ROW, None, [tried({"x.lr": 1.0}, None)], []).chosen == {}
+
+
+def test_a_trial_that_is_not_over_widens_nothing():
+    waiting = replace(tried({"x.lr": 0.1}, 0.5), outcome=Outcome(Path(), 0, "unfinished"), accuracy=None)
+    assert next_settings({"x.lr": [0.1, 0.2]}, [waiting, tried({"x.lr": 0.2}, 0.9)], smoke=False) is None
+
+
+def test_a_choice_at_the_edge_is_told():
+    trials = [tried({"x.lr": rate}, accuracy) for rate, accuracy in ((0.1, 0.5), (0.2, 0.6), (0.3, 0.9))]
+    assert Result(ROW, None, trials, []).at_edge
+    assert not Result(ROW, None, [*trials, tried({"x.lr": 0.4}, 0.1)], []).at_edge
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=6))
+def test_a_claim_is_judged_by_the_t_interval_of_the_paired_difference(pairs):
+    claim = ClaimSpec(says="a beats b", above=["a", "b"])
+    results = {
+        name: Given(dict(enumerate(column))) for name, column in zip("ab", zip(*pairs, strict=True), strict=False)
+    }
+    verdict = judge(claim, results)
+    apart = np.array([a - b for a, b in pairs])
+    if len(pairs) < 2:
+        assert verdict.word == ("cannot be told" if pairs else "not run") and verdict.interval is None
+        return
+    assert verdict.difference == pytest.approx(apart.mean()) and verdict.seeds == len(pairs)
+    if apart.std() > 1e-9:
+        reference = ttest_1samp(apart, 0.0)
+        assert verdict.interval == pytest.approx(tuple(reference.confidence_interval(0.95)), abs=1e-9)
+        if abs(reference.pvalue - 0.05) > 1e-6:
+            sure = "holds" if apart.mean() > 0 else "does not hold"
+            assert verdict.word == (sure if reference.pvalue < 0.05 else "cannot be told")
+
+
+def test_only_seeds_that_both_rows_have_are_compared():
+    results = {"a": Given({0: 0.5, 1: 0.6, 2: 0.9}), "b": Given({1: 0.5, 2: 0.8, 3: 0.0})}
+    verdict = judge(ClaimSpec(says="", above=["a", "b"]), results)
+    assert (verdict.seeds, verdict.word) == (2, "holds") and verdict.difference == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [([0.001, -0.001, 0.0], "holds"), ([0.1, 0.11, 0.12], "does not hold"), ([0.0, 0.05, -0.05], "cannot be told")],
+)
+def test_level_means_within_the_margin_for_sure(values, word):
+    results = {"a": Given(dict(enumerate(values))), "b": Given(dict.fromkeys(range(3), 0.0))}
+    assert judge(ClaimSpec(says="", level=["a", "b"], within=0.01), results).word == word
+
+
+def test_a_row_can_be_held_against_a_number():
+    results = {"a": Given({0: 0.75, 1: 0.76, 2: 0.77})}
+    assert judge(ClaimSpec(says="", exceeds="a", than=0.7), results).word == "holds"
+    assert judge(ClaimSpec(says="", exceeds="a", than=0.8), results).word == "does not hold"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=7))
+def test_order_is_compared_pair_by_pair(rows):
+    same = sum((a < c and b < d) or (a > c and b > d) for i, (a, b) in enumerate(rows) for c, d in rows[i + 1 :])
+    assert agreement(rows) == (same, len(rows) * (len(rows) - 1) // 2)
