@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,6 +15,11 @@ def refusal(text: str, *overrides: str) -> str:
         parse_config(text, overrides, where="exp.yaml")
     assert caught.value.exit_code == 2
     return str(caught.value)
+
+
+@pytest.mark.parametrize("file", sorted(Path("configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_configs_that_come_with_it_are_valid_and_named_after_their_files(file):
+    assert load_config(file).name == file.stem
 
 
 @pytest.mark.parametrize(

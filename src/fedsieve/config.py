@@ -429,18 +429,12 @@ class Personal(Strict):
 
 
 class Kinded(Strict):
-    """Settings of which the kind alone may be given, and whose other settings each go with some kinds."""
+    """Settings of which the kind alone may be given."""
 
     @model_validator(mode="before")
     @classmethod
     def _kind_alone(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
-
-    def _check_taken(self, takes: Mapping[str, tuple[str, ...]]) -> None:
-        """Refuse a setting that was changed, but goes with other kinds than this."""
-        for name, kinds in takes.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:  # type: ignore[attr-defined]
-                raise ValueError(f"{name} goes with kind: {' or '.join(kinds)}, not with {self.kind}")  # type: ignore[attr-defined]
 
 
 class Aggregator(Kinded):
@@ -458,9 +452,8 @@ class Aggregator(Kinded):
 
     @model_validator(mode="after")
     def _check(self) -> "Aggregator":
-        self._check_taken(
-            {"share": ("trimmed_mean",), "f": ("krum", "multi_krum"), "m": ("multi_krum",), "limit": ("norm_bound",)}
-        )
+        takes = {"trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m"), "norm_bound": ("limit",)}
+        _only_with(self, "kind", takes)
         return self
 
 
@@ -476,7 +469,7 @@ class Attack(Kinded):
 
     @model_validator(mode="after")
     def _check(self) -> "Attack":
-        self._check_taken({"factor": ("sign_flip", "gaussian_noise")})
+        _only_with(self, "kind", {"sign_flip": ("factor",), "gaussian_noise": ("factor",)})
         return self
 
 
@@ -597,10 +590,8 @@ class Privacy(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Privacy":
-        for kind, names in {"secagg": ("threshold", "bits", "bound"), "zero_sum": ("pad_scale", "pad_offset")}.items():
-            for name in names:
-                if self.aggregation != kind and getattr(self, name) != Privacy.model_fields[name].default:
-                    raise ValueError(f"{name} goes with aggregation: {kind}, not with {self.aggregation}")
+        takes = {"secagg": ("threshold", "bits", "bound"), "zero_sum": ("pad_scale", "pad_offset")}
+        _only_with(self, "aggregation", takes)
         return self
 
 

@@ -378,7 +378,7 @@ def test_the_summary_tells_of_the_chosen_rounds_mask(federated, tmp_path, monkey
 def test_a_head_in_closed_form_at_the_end_leaves_no_gaps_in_the_summary(federated, tmp_path):
     ridge = "stages=[{name: all, train: backbone, sparse: true, rounds: 2}, {name: head, train: head, method: ridge}]"
     summary = run(federated("mask={rule: high_magnitude, sparsity: 0.8}", ridge), tmp_path / "run")
-    assert not [key for key, value in summary.items() if value is None]
+    assert [key for key, value in summary.items() if value is None] == ["peak_memory"]  # which is a GPU's
     for key in ("sparsity", "mask_id", "drift"):
         assert summary[key] == summary["stages"]["all"][key]
 

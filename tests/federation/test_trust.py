@@ -20,7 +20,7 @@ from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.sums import Update, robust_mean, sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy import dp, secagg
-from fedsieve.runner.setup import preflight
+from fedsieve.runner.plan import plan
 from fedsieve.wire.codec import Coding
 from fedsieve.wire.ledger import Ledger, lines
 
@@ -276,7 +276,7 @@ def test_epsilon_is_told_every_round_and_in_the_summary(federated, tmp_path):
         "local: {steps: 1}, batch_size: 8}]"
     )
     budget = (
-        "privacy.dp={epsilon: 20, clip_norm: 0.1, scores: {clip_norm: 1, noise_multiplier: 1}, "
+        "privacy.dp={noise_multiplier: 0.8, clip_norm: 0.1, scores: {clip_norm: 1, noise_multiplier: 1}, "
         "statistics: {clip_norm: 10, noise_multiplier: 1}}"
     )
     experiment = federated(stages, budget, SPARSE[0], "federation.weighting=uniform", "federation.cohort=0.5")
@@ -286,7 +286,8 @@ def test_epsilon_is_told_every_round_and_in_the_summary(federated, tmp_path):
     assert all(one < other for one, other in pairwise(spent))
     assert spent[0] == pytest.approx(dp.spent(1, 1, 0, 1e-5, [dp.Release(1.0)]), rel=1e-6)
     told = summary["privacy"]
-    assert told["epsilon"] == spent[-1] <= 20 < 1.01 * spent[-1] and told["rounds"] == 3 and told["releases"] == 2
+    assert told["epsilon"] == spent[-1] and told["rounds"] == 3 and told["releases"] == 2
+    assert spent[-1] == pytest.approx(dp.spent(0.8, 0.5, 3, 1e-5, [dp.Release(1.0)] * 2), rel=1e-6)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Client-level differential privacy" in page and "epsilon spent by round" in page
     key = tmp_path / "run" / "checkpoints" / "dp.key"
@@ -306,7 +307,8 @@ def test_two_runs_of_one_seed_have_other_cohorts_and_other_noise(federated, runn
     assert not first.state.theta.equal(second.state.theta)
 
 
-def test_a_round_that_nobody_is_drawn_for_gives_out_noise_all_the_same(federated, running):
+def test_a_round_that_nobody_is_drawn_for_gives_out_noise_all_the_same(federated, running, monkeypatch):
+    monkeypatch.setattr("fedsieve.federation.population.poisson_cohort", lambda *_: np.arange(0))
     found = running(federated(*PRIVATE, "federation.cohort=0.001", "stages.all.rounds=3"))
     assert [record["cohort"] for record in found.records] == [0, 0, 0]
     # 8 clients at a rate of 0.001: noise of 0.1, divided by 0.008, three times.
@@ -348,7 +350,7 @@ def test_the_mean_collapses_where_robust_aggregators_hold(federated, running):
 
     clean, attack = accuracy(), "federation.attack={kind: sign_flip, fraction: 0.2, factor: 10}"
     assert clean > 0.6 and accuracy(attack) < clean / 2
-    for rule in ("median", "{kind: multi_krum, f: 3}", "geometric_median"):
+    for rule in ("{kind: multi_krum, f: 3}", "geometric_median"):
         assert accuracy(attack, f"federation.aggregator={rule}") > clean - 0.05
 
 
@@ -438,10 +440,8 @@ TOGETHER = {
 @pytest.mark.parametrize("case", TOGETHER)
 def test_executors_agree(federated, running, monkeypatch, case):
     monkeypatch.setattr("fedsieve.runner.federated.load_or_make_key", lambda *_, **__: bytes(range(32)))
-    sequential, stacked = (
-        running(federated(*TOGETHER[case], f"executor={kind}", "clients_at_once=3"))
-        for kind in ("sequential", "stacked")
-    )
+    sequential = running(federated(*TOGETHER[case], "executor=sequential"))
+    stacked = running(federated(*TOGETHER[case], "executor=stacked", "clients_at_once=3"))
     moved = (sequential.state.theta - sequential.start).norm()
     assert moved > 0 and (stacked.state.theta - sequential.state.theta).norm() <= 1e-3 * moved
     for one, other in zip(sequential.records, stacked.records, strict=True):
@@ -498,6 +498,7 @@ NUMBERS = {
     "two clients": (["privacy.aggregation=secagg", "federation.cohort=2"], "at least 3 clients"),
     "two that score": ([*SECAGG, *SPARSE, "mask.clients=2"], "mask.clients"),
     "krum": (["federation.aggregator={kind: krum, f: 2}", "federation.cohort=6"], "f up to 1 works"),
+    "delta": (["privacy.dp={epsilon: 8, delta: 0.2, clip_norm: 1.0}", PRIVATE[1]], "given away outright"),
     "trimmed": (["federation.aggregator={kind: trimmed_mean, share: 0.4}"], "none is left"),
 }
 
@@ -511,10 +512,10 @@ def test_what_does_not_go_together_is_refused_when_it_is_read(federated, case):
 
 
 @pytest.mark.parametrize("case", NUMBERS)
-def test_what_cannot_work_with_so_few_is_refused_before_anything_is_read(federated, case):
+def test_what_cannot_work_with_so_few_is_refused_before_it_begins(federated, case):
     overrides, words = NUMBERS[case]
     with pytest.raises(FedsieveError, match=words) as caught:
-        preflight(federated(*overrides))
+        plan(federated(*overrides))
     assert caught.value.exit_code == 2
 
 

@@ -90,7 +90,7 @@ def round_(
         }
         return rounds(where, smoke, replace(default_plan(where, smoke), **_given(given)))
 
-    _show("round", device, out, measure)
+    _show("round", device, smoke, out, measure)
 
 
 @app.command()
@@ -122,7 +122,7 @@ def memory(
         }
         return memory(where, smoke, **_given(given))
 
-    _show("memory", device, out, measure)
+    _show("memory", device, smoke, out, measure)
 
 
 @app.command()
@@ -142,7 +142,7 @@ def scale(
         given = {"clients": _numbers("--clients", clients), "cohorts": _numbers("--cohorts", cohorts)}
         return scale(where, smoke, **_given(given | {"repeats": repeats}))
 
-    _show("scale", device, out, measure)
+    _show("scale", device, smoke, out, measure)
 
 
 @app.command()
@@ -162,7 +162,7 @@ def overhead(
         chosen = None if found is None else tuple(word for word in found if word != "none")
         return overhead(where, smoke, **_given({"peers": chosen, "repeats": repeats}))
 
-    _show("overhead", device, out, measure)
+    _show("overhead", device, smoke, out, measure)
 
 
 @app.command()
@@ -188,7 +188,7 @@ def start(
 
         return start(where, smoke, config, overrides or [], **_given({"repeats": repeats}))
 
-    _show("start", device, out, measure)
+    _show("start", device, smoke, out, measure)
 
 
 @app.command()
@@ -225,7 +225,7 @@ def frontier(
         }
         return frontier(where, smoke, folder, [*chosen, *(overrides or [])], display=Display(console), **_given(given))
 
-    _show("frontier", device, out, measure)
+    _show("frontier", device, smoke, out, measure)
 
 
 def _plain(name: str, text: str) -> None:
@@ -236,7 +236,7 @@ def _plain(name: str, text: str) -> None:
         def measure(where: "torch.device") -> "Result":
             return getattr(import_module(f"fedsieve.bench.{name}"), name)(where, smoke)
 
-        _show(name, device, out, measure)
+        _show(name, device, smoke, out, measure)
 
 
 _plain("wire", "Bytes of messages against dense, the entropy limit, COO, bitmasks, zstd and top-k, and their speed.")
@@ -252,8 +252,9 @@ _plain("data", "Seconds to decode 60,000 images, and to load them from the cache
 # --- what they share ------------------------------------------------------------------------------------------------
 
 
-def _show(name: str, device: str, out: Path | None, measure: Callable[["torch.device"], "Result"]) -> None:
-    """Measure, print the table and write it."""
+def _show(name: str, device: str, smoke: bool, out: Path | None, measure: Callable[["torch.device"], "Result"]) -> None:
+    """Measure, print the table and write it; beside it stand the device's limits, where the benchmark states no others."""
+    from fedsieve.bench.limits import measure_limits
     from fedsieve.bench.result import shown
     from fedsieve.files import write_json
     from fedsieve.runner.environment import choose_device, describe_environment
@@ -262,6 +263,7 @@ def _show(name: str, device: str, out: Path | None, measure: Callable[["torch.de
     if out is not None and out.is_dir():
         raise FedsieveError(f"--out: {out} is a folder; name a file, such as {out / name}.json")
     result, environment = measure(where), describe_environment(where)
+    result.limit = result.limit or measure_limits(where, smoke).sentence()
     for package in ("pfl", "flwr", "ray"):
         if importlib.util.find_spec(package):
             environment[package] = importlib.metadata.version(package)

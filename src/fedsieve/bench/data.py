@@ -11,7 +11,6 @@ import pyarrow.parquet
 import torch
 from PIL import Image
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result
 from fedsieve.config import Data
 from fedsieve.data.sources import load_images
@@ -24,7 +23,6 @@ def data(device: torch.device, smoke: bool) -> Result:
     result = Result(
         ("images", "first decode, s", "from the cache, s", "ratio", "images/s decoded"),
         note="random PNG images of 32x32 in parquet; the cache is read into memory and moved to the device",
-        limit=measure_limits(device, smoke).sentence(),
     )
     with tempfile.TemporaryDirectory() as name:
         for split, count in counts.items():

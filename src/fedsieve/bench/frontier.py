@@ -17,7 +17,6 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result
 from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
@@ -26,6 +25,7 @@ from fedsieve.report.figures import PANEL, SERIES, drawn
 from fedsieve.report.html import size
 from fedsieve.runner.experiment import resume, run
 from fedsieve.runner.progress import Display
+from fedsieve.runner.shared import Shared
 from fedsieve.wire.ledger import lines
 
 BASE = """
@@ -99,7 +99,7 @@ def frontier(
     display: Display | None = None,
 ) -> Result:
     """Each method at the rate that is best on validation with the first seed; `folder` gets runs, a CSV and a figure."""
-    display = display or Display.silent()
+    display, shared = display or Display.silent(), Shared()
     rates = (0.01,) if smoke else rates
     result = Result(
         (
@@ -115,7 +115,6 @@ def frontier(
             "seconds to target",
             "times dense bytes",
         ),
-        limit=measure_limits(device, smoke).sentence(),
     )
     if "lora" in methods and importlib.util.find_spec("peft") is None:
         result.skipped.append("lora: skipped, peft is not installed. Install: pip install 'fedsieve[lora]'")
@@ -123,13 +122,15 @@ def frontier(
     runs: list[Run] = []
     kept: dict[str, list[Run]] = {}
     for method in methods:
-        tried = [_run(method, rate, seeds[0], smoke, overrides, device, folder, display) for rate in rates]
+        tried = [_run(method, rate, seeds[0], smoke, overrides, device, folder, display, shared) for rate in rates]
         sound = [one for one in tried if one is not None]
         if not sound:
             result.skipped.append(f"{method}: diverged at every rate that was tried")
             continue
         best = max(sound, key=lambda one: one.val_accuracy)
-        others = [_run(method, best.rate, seed, smoke, overrides, device, folder, display) for seed in seeds[1:]]
+        others = [
+            _run(method, best.rate, seed, smoke, overrides, device, folder, display, shared) for seed in seeds[1:]
+        ]
         kept[method] = [best, *(one for one in others if one is not None)]
         runs += [*sound, *kept[method][1:]]
     if not kept:
@@ -167,7 +168,7 @@ def frontier(
         f"Every method starts from the same closed-form head and sees the same cohorts. The target, {100 * target:.1f} % on validation, is "
         f"the best that all reach. Rates tried: {', '.join(f'{rate:g}' for rate in rates)}, chosen on validation with seed {seeds[0]}; "
         "`edge` says that a rate outside might be better. Bytes count both directions, the head, masks and calibration; seconds "
-        f"include evaluation, compilation and calibration. {folder}: runs (`fedsieve report` draws their pages), frontier.csv, frontier.svg."
+        f"count from the head on and include evaluation, compilation and calibration. {folder}: runs (`fedsieve report` draws their pages), frontier.csv, frontier.svg."
     )
     write_atomic(folder / "frontier.csv", _table(runs))
     write_atomic(folder / "frontier.svg", _figure({METHODS[name][0]: group[0] for name, group in kept.items()}))
@@ -195,6 +196,7 @@ def _run(
     device: torch.device,
     folder: Path,
     display: Display,
+    shared: Shared,
 ) -> Run | None:
     """Run an experiment, or take up what is there of it; None where it diverges."""
     experiment = make_experiment(method, rate, seed, smoke, overrides).model_copy(update={"device": str(device)})
@@ -202,7 +204,9 @@ def _run(
     display.say(f"{METHODS[method][0]}, rate {rate:g}, seed {seed}: {place}")
     try:
         there = (place / "config.yaml").exists()
-        summary = resume(place, page=False) if there else run(experiment, place, page=False)
+        summary = (
+            resume(place, page=False, shared=shared) if there else run(experiment, place, page=False, shared=shared)
+        )
     except FedsieveError as error:
         if "diverged" not in str(error):
             raise
@@ -214,12 +218,17 @@ def _run(
 
 
 def read_points(metrics: Path) -> list[tuple[int, int, float, float]]:
-    """Of a run's records: rounds so far, bytes up and down, seconds and validation accuracy at every evaluation."""
+    """Of a run's records: rounds so far, bytes up and down, seconds and validation accuracy at every evaluation.
+
+    Seconds are those after the head, which is the same for all and computed for the first alone.
+    """
     points = []
     sent, seconds = 0, 0.0
     for number, line in enumerate(metrics.read_text().splitlines()):
         record: Mapping[str, Any] = json.loads(line)
-        sent, seconds = sent + record["bytes_up"] + record["bytes_down"], seconds + record["seconds"]
+        sent += record["bytes_up"] + record["bytes_down"]
+        if record["stage"] == "tune":
+            seconds += record["seconds"]
         if "val_accuracy" in record:
             points.append((number + 1, sent, seconds, record["val_accuracy"]))
     return points

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result, alternate
 from fedsieve.config import Data, Experiment, Model, Optimizer, Stage, Transform
 from fedsieve.data.store import ImageStore
@@ -34,7 +33,6 @@ def loop(device: torch.device, smoke: bool) -> Result:
     result = Result(
         ("network", "transform", "images/s", "whole step, ms", "arithmetic, ms", "share"),
         note="share = arithmetic / whole step: the part of the loop that is forward, backward and step.",
-        limit=measure_limits(device, smoke).sentence(),
     )
     cases = CASES[:1] if smoke else CASES
     steps, repeats = (3, 1) if smoke else (8, 7)

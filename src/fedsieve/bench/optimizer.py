@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result, alternate
 from fedsieve.mask.calibration import calibrate, random_scores
 from fedsieve.model.space import ParamSpace
@@ -20,7 +19,6 @@ def optimizer(device: torch.device, smoke: bool) -> Result:
     result = Result(
         ("optimizer", "density", "step, ms", "against torch fused", "state, MB", "index, MB"),
         note=f"SGD with momentum on {size:,} weights, float32; every row took turns with torch's fused dense step.",
-        limit=measure_limits(device, smoke).sentence(),
     )
     space = ParamSpace(("w",), ((size,),))
 

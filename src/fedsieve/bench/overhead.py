@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.peers import Arrays, flower_rounds, missing, pfl_rounds
 from fedsieve.bench.result import Cell, Result, alternate, timed
 from fedsieve.bench.rounds import NETWORKS, SMALL, federation, make_experiment, make_feed
@@ -26,10 +25,8 @@ PEERS = {"pfl": "pfl, in memory", "flower": "Flower's simulation"}
 
 def overhead(device: torch.device, smoke: bool, peers: Sequence[str] = tuple(PEERS), repeats: int = 5) -> Result:
     """On a CPU, rounds in which clients train nothing; on a GPU, what one-step rounds take beyond their steps."""
-    limits = measure_limits(device, smoke)
     result = Result(
         ("how", "network", "round, ms", "beyond local steps, ms", "times fedsieve dense", "checkpoint, ms", "MB up"),
-        limit=limits.sentence(),
     )
     if device.type == "cuda" and not smoke:
         result.note = (

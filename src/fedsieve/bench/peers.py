@@ -1,11 +1,11 @@
 """Rounds of other frameworks, one at a time, so that they can take turns with ours: pfl-research and Flower's simulation.
 
-Neither is a dependency. `pip install pfl "flwr[simulation]"`, or for one run
-`uv run --with pfl --with "flwr[simulation]" fedsieve bench NAME`.
+Neither is a dependency. `pip install pfl "flwr[simulation]"`, or, for one run
+`uv run --with pfl --with "flwr[simulation]<1.42" fedsieve bench NAME`.
 """
 
 import contextlib
-import importlib.util
+import importlib
 import logging
 import os
 import queue
@@ -25,13 +25,23 @@ Arrays = list[np.ndarray]
 Client = Callable[[Arrays, int], tuple[Arrays, int]]  # weights and a client's number: its new weights and its n
 
 
+PEERS = {
+    "pfl": (["pfl.algorithm.federated_averaging", "pfl.model.pytorch"], "pfl"),
+    "flower": (["ray", "flwr.simulation"], "flwr[simulation]"),
+}
+
+
 def missing(peer: str) -> str | None:
     """Why a peer cannot take part, and what to do about it; None where it can."""
-    packages, install = {"pfl": (["pfl"], "pfl"), "flower": (["flwr", "ray"], "flwr[simulation]")}[peer]
-    absent = [package for package in packages if importlib.util.find_spec(package) is None]
-    if not absent:
-        return None
-    return f"{peer}: skipped, {' and '.join(absent)} is not installed. Install: pip install '{install}'"
+    # Read when they are imported: Flower reports home, and Ray would start workers without this process's packages.
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    modules, package = PEERS[peer]
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except Exception as error:  # of its own dependencies too
+        return f"{peer}: skipped, it cannot be imported ({(str(error) or type(error).__name__).splitlines()[0]}). Install: pip install '{package}'"
+    return None
 
 
 def pfl_rounds(
@@ -93,8 +103,6 @@ def flower_rounds(client: Client, weights: Arrays, clients: int, gpus: float = 0
 
     `client` runs there. A client has one core, and with `gpus` that share of a GPU.
     """
-    os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # workers have this process's packages
     import ray
     from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp

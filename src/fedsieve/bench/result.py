@@ -17,7 +17,7 @@ class Result:
     columns: tuple[str, ...]
     rows: list[tuple[Cell, ...]] = field(default_factory=list)
     note: str = ""
-    limit: str = ""
+    limit: str = ""  # default: the arithmetic and memory traffic of the device, measured after the benchmark
     skipped: list[str] = field(default_factory=list)
 
 

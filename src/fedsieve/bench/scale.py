@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.memory import host_bytes
 from fedsieve.bench.result import Cell, Result, alternate, timed
 from fedsieve.bench.rounds import SMALL, federation, make_experiment, make_feed
@@ -44,7 +43,6 @@ def scale(
         "fp16 down. `dealing` is all that comes before the first round but the network; memory is the process's, grown by it. "
         "Rounds took turns. The upper rows have one cohort and should be flat, the lower ones one number of clients and should "
         "follow the cohort.",
-        limit=measure_limits(device, smoke).sentence(),
     )
     middle = len(clients) // 2
     cases = [(number, cohorts[len(cohorts) // 2]) for number in clients]

@@ -107,7 +107,7 @@ def _spawn(folder: Path) -> dict[str, float]:
 def _child(config: str, spawned: float) -> dict[str, float]:
     """Start an experiment up to the end of its second round; seconds by phase."""
     from fedsieve.runner import experiment as running
-    from fedsieve.runner import federated
+    from fedsieve.runner import federated, shared
     from fedsieve.runner import setup as preparing
 
     took = {"import": time.time() - spawned}
@@ -129,7 +129,7 @@ def _child(config: str, spawned: float) -> dict[str, float]:
         return timed
 
     # What is inside the functions of a run is timed in place, so that they are the ones of a run.
-    for module, name in ((preparing, "preflight"), (preparing, "load_classifier"), (federated, "Federated")):
+    for module, name in ((preparing, "preflight"), (shared, "load_classifier"), (federated, "Federated")):
         setattr(module, name, noted(name, getattr(module, name)))
     clock = time.perf_counter()
 

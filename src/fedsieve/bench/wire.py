@@ -9,7 +9,6 @@ import pyarrow
 import torch
 from torch import Tensor
 
-from fedsieve.bench.limits import measure_limits
 from fedsieve.bench.result import Result, alternate
 from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
@@ -49,7 +48,6 @@ def wire(device: torch.device, smoke: bool) -> Result:
         "normal values. The limit is the mask's entropy, tensor by tensor, where the receiver does not know it, and the bits "
         "of the values, each taken as needed. MB/s count the fp32 values that arrive (4 bytes "
         "each), so rows of the same values compare. zstd at its default level, in one thread.",
-        limit=measure_limits(device, smoke).sentence(),
     )
     for name, way in make_ways(space, device).items():
         message = way.write()

@@ -106,6 +106,11 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
     assert settings is not None
     if settings.aggregator.kind != "mean":
         check(settings.aggregator.kind, cohort, robust(settings.aggregator))
+    if privacy.dp is not None and privacy.dp.delta * trainers >= 1:
+        raise FedsieveError(
+            f"privacy.dp.delta: {privacy.dp.delta:g} lets one client in {1 / privacy.dp.delta:g} be given away outright, and there "
+            f"are {trainers:,}. Choose one far below {1 / trainers:.2g}"
+        )
     if privacy.aggregation != "secagg":
         return
     sieves = [sieve for sieve in map(experiment.mask_of, experiment.stages) if sieve is not None]

@@ -25,12 +25,13 @@ class People:
     clients: int
     trainers: int
     cohort: int
+    rate: float  # the share of trainers in a round
     shuffled: bool = False  # nobody comes twice before all came once
 
     @classmethod
     def of(cls, population: Population) -> "People":
         shuffled = population.settings.sampling == "shuffled"
-        return cls(len(population), population.trainers, population.cohort_size, shuffled)
+        return cls(len(population), population.trainers, population.cohort_size, population.rate, shuffled)
 
     def met(self, rounds: float) -> float:
         """How many different clients take part in so many rounds, on average."""

@@ -6,7 +6,10 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from fedsieve.config import (
+    Aggregation,
+    AggregatorKind,
     Allocation,
+    AttackKind,
     Correction,
     Experiment,
     Federation,
@@ -129,6 +132,27 @@ EXECUTORS = {
     "sequential": "one client after another",
     "stacked": "all clients of a round at once, or as many as fit",
 }
+AGGREGATORS = {
+    "mean": "the mean, by `federation.weighting`",
+    "median": "the median of each value",
+    "trimmed_mean": "the mean of each value without a `share` of the clients at either end",
+    "krum": "the one update that lies nearest to the others, where `f` may be hostile",
+    "multi_krum": "the mean of the `m` (default: all but `f`) updates that Krum ranks first",
+    "geometric_median": "the point with the least mean distance to all updates",
+    "norm_bound": "the mean of updates shortened to a norm: `limit`, or the median of the round's",
+}
+ATTACKS = {
+    "sign_flip": "the update times -`factor`",
+    "gaussian_noise": "noise of `factor` times the update's norm",
+    "nan": "no numbers at all: refused by the decoder",
+    "stale_replay": "the client's first update, again and again",
+    "label_flip": "it trains on the last class for the first, and so on",
+}
+AGGREGATIONS = {
+    "plain": "the server sees every update",
+    "zero_sum": "the secure report's pads, for comparison: no secrecy, no dropouts",
+    "secagg": "secure aggregation: the server sees sums only (docs/trust.md)",
+}
 PERSONAL = {
     "local": "what the last stage trained, under its mask",
     "head": "the classifier",
@@ -197,6 +221,9 @@ LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
         _field(Correction, "kind", CORRECTIONS),
     ),
     "weighting": ("federation.weighting: how much a client counts", _field(Federation, "weighting", WEIGHTING)),
+    "aggregators": ("federation.aggregator: how updates become one", _words(AggregatorKind, AGGREGATORS)),
+    "attacks": ("federation.attack: what hostile clients do", _words(AttackKind, ATTACKS)),
+    "aggregations": ("privacy.aggregation: what the server sees of updates", _words(Aggregation, AGGREGATIONS)),
     "personal": ("federation.personal.methods: clients' own models at the end", _words(PersonalMethod, PERSONAL)),
     "executors": ("executor: what trains the clients of a round", _field(Experiment, "executor", EXECUTORS)),
     "trackers": ("tracking: where metrics go beside metrics.jsonl", _words(TrackerName)),

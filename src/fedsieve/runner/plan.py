@@ -11,6 +11,7 @@ from fedsieve.data.sources import choose_classes, count_images, survey
 from fedsieve.data.store import free_memory
 from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
+from fedsieve.model.weights import load_classifier
 from fedsieve.privacy.dp import outlook, planned, sigma_of, spent
 from fedsieve.privacy.secagg import threshold_of
 from fedsieve.report.html import size
@@ -34,6 +35,8 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
     train = len(train_rows)
     held = rows - train
     model = blank_model(experiment, classes)
+    if experiment.model.weights not in ("hub", "none", "digits"):  # a file: whether it fits costs no download
+        load_classifier(experiment.model, classes, data.size, experiment.seed)
     for stage in experiment.stages:
         if (sieve := experiment.mask_of(stage)) is not None:  # the head is of its real size now
             check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))
@@ -56,7 +59,8 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
         apart = f", {people.clients - people.trainers:,} of them strangers" if people.trainers < people.clients else ""
         many = f"{people.clients:,}{apart}; {people.cohort:,} in a round, about {images:.0f} images each"
         lines.append(("clients", many))
-        lines += privacy_lines(experiment, people)
+        sigma = sigma_of(experiment, people.rate) if experiment.privacy.dp else 0.0
+        lines += trust_lines(experiment, people, sigma)
     total = 0
     sent: list[Estimate] = []
     changed: dict[str, float] = {}  # how many weights of each tensor earlier stages changed
@@ -80,8 +84,7 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
             lines += bytes_lines(experiment, stage, sent[-1])
             if experiment.privacy.dp and stage.method != "ridge":
                 k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
-                rate = people.cohort / people.trainers
-                lines.append(("  noise", outlook(stage.name, sigma_of(experiment, rate), rate, people.trainers, k)))
+                lines.append(("  noise", outlook(stage.name, sigma, people.rate, people.trainers, k)))
             density = (1 - sieve.sparsity) * taking / space.size if sieve else 1.0
             changed |= dict(zip(space.names, (density * math.prod(shape) for shape in space.shapes), strict=True))
         else:
@@ -135,7 +138,7 @@ def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tu
     return lines
 
 
-def privacy_lines(experiment: Experiment, people: People) -> list[tuple[str, str]]:
+def trust_lines(experiment: Experiment, people: People, sigma: float) -> list[tuple[str, str]]:
     """What protects clients, and the server from them."""
     privacy, settings = experiment.privacy, experiment.federation
     assert settings is not None
@@ -147,9 +150,7 @@ def privacy_lines(experiment: Experiment, people: People) -> list[tuple[str, str
         said.append("zero_sum: for comparison; it hides nothing from a server that knows the seeds")
     if privacy.dp:
         rounds, releases = planned(experiment)
-        rate = people.cohort / people.trainers
-        sigma = sigma_of(experiment, rate)
-        total = spent(sigma, rate, rounds, privacy.dp.delta, releases)
+        total = spent(sigma, people.rate, rounds, privacy.dp.delta, releases)
         said.append(
             f"epsilon {total:.3g} at delta {privacy.dp.delta:g} over {rounds:,} rounds, noise multiplier {sigma:.3g}"
         )
