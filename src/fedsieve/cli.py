@@ -502,7 +502,7 @@ def study(
     show: Annotated[bool, typer.Option("--show", help="Only write tables and page of what is in DIR.")] = False,
     limit: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Stop after so long, in the middle of a run if need be.", show_default=False),
+        typer.Option(min=1, metavar="SECONDS", help="Stop after so long, also inside a run.", show_default=False),
     ] = None,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep checkpoints, and every seed's weights and clients' masks.")

@@ -302,8 +302,10 @@ def applies(row: Row, override: str) -> bool:
     path = override.partition("=")[0].strip()
     first, *rest = path.split(".")
     central = row.tree.get("federation") is None
-    length = rest[-1:] in (["rounds"], ["epochs"])
-    if not length and any(f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in row.own - {"stages"}):
+    length = first == "stages" and rest[1:] in (["rounds"], ["epochs"])
+    if not length and any(
+        f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in row.own - {"stages"}
+    ):
         return False
     if first in FEDERATED:
         return not central

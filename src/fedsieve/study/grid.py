@@ -112,7 +112,9 @@ def run_study(
     with _only_process(out):
         try:
             if not grid.run(limit):
-                display.say(f"time is up: {display.over} of {display.runs} runs are over. The same command goes on from here")
+                display.say(
+                    f"time is up: {display.over} of {display.runs} runs are over. The same command goes on from here"
+                )
             elif len(rows) == len(study.rows) and study.looks_at_data:
                 explore(study, out, display)
         finally:
@@ -163,7 +165,9 @@ def _alarm(limit: float | None) -> Iterator[threading.Event]:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def between(number: int, _: Any) -> None:
-        raise FedsieveError("stopped between two runs; nothing is lost. The same command goes on from here", 128 + number)
+        raise FedsieveError(
+            "stopped between two runs; nothing is lost. The same command goes on from here", 128 + number
+        )
 
     if threading.current_thread() is not threading.main_thread():
         yield rung
@@ -361,7 +365,7 @@ class GridDisplay(Display):
         return self  # a run begins: the bars are there already
 
     def __exit__(self, *_: Any) -> None:
-        pass
+        self.name = ""
 
     def say(self, text: str) -> None:
         """What a run says of itself would bury the grid's own lines."""
@@ -382,7 +386,7 @@ class GridDisplay(Display):
 
     def done(self, text: str, cost: float) -> None:
         """A run is over."""
-        self.name, self.spent = "", self.spent + cost
+        self.spent += cost
         self.skip(cost)
         left = self.ahead * (time.perf_counter() - self.began) / self.spent
         about = f"about {duration(left)} left" if self.ahead > 0 else "all done"
