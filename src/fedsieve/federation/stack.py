@@ -99,10 +99,8 @@ class Stack:
 
     def __call__(self, inputs: Tensor, network: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The network's outputs for inputs (clients * batch, ...), client after client; `network` is the plain model, if given."""
-        with self._patched():
-            if not self.raw:
-                return (network or self.network)(inputs)
-            return functional_call(self.model, self._spread(len(inputs) // self.clients), (inputs,))
+        with self._patched(len(inputs) // self.clients):
+            return (network or self.network)(inputs)
 
     def _spread(self, batch: int) -> dict[str, Tensor]:
         """Parameters that modules use bare (tokens, position embeddings, layer scales), one per image of the batch."""
@@ -143,14 +141,19 @@ class Stack:
         return self.model.get_parameter(name).detach()
 
     @contextmanager
-    def _patched(self) -> Iterator[None]:
-        for module, forward in self.forwards.items():
-            module.forward = forward
+    def _patched(self, batch: int) -> Iterator[None]:
+        """The model with its stacked layers and parameters in front of its own."""
+        shown: list[tuple[nn.Module, str, object]] = [(module, "forward", way) for module, way in self.forwards.items()]
+        for path, values in self._spread(batch).items():
+            owner, _, name = path.rpartition(".")
+            shown.append((self.model.get_submodule(owner), name, values))
+        for module, name, value in shown:
+            module.__dict__[name] = value
         try:
             yield
         finally:
-            for module in self.forwards:
-                del module.forward  # the class's own shows again
+            for module, name, _ in shown:
+                del module.__dict__[name]  # its own shows again
 
     @torch.no_grad()
     def check(self, inputs: Tensor) -> None:

@@ -5,6 +5,7 @@ What is finished is skipped, a killed run goes on inside, and a row of another c
 
 import contextlib
 import fcntl
+import gc
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from fedsieve.files import folder_atomic, write_json
 from fedsieve.randomness import generator
 from fedsieve.report.explore import write_exploration
 from fedsieve.report.html import duration
+from fedsieve.runner.environment import set_deterministic
 from fedsieve.runner.experiment import resume, run
 from fedsieve.runner.progress import Display, describe
 from fedsieve.runner.setup import preflight
@@ -217,6 +219,8 @@ class Grid:
         for row in self.rows:
             experiment = self.study.experiment(row, 0)
             preflight(experiment, self.shared)
+            if experiment.deterministic:
+                set_deterministic(True)  # before the first run that is not: cuBLAS reads it once
             if self.study.tune(row, experiment):
                 continue  # seen to when its settings are known
             for seed in range(min(self.seeds, row.seeds or self.seeds)):
@@ -285,6 +289,7 @@ class Grid:
                     f"stopped in {name}; nothing is lost. The same command goes on from here", error.exit_code
                 ) from None
             raise FedsieveError(f"{name}: {error}", error.exit_code) from None
+        gc.collect()  # a network in a cycle of references would hold on to the device's memory
         if not self.keep_all:
             slim(folder, weights=experiment.seed == 0, masks=experiment.seed == 0 or row.keep)
         self.display.done(f"{name}: {told}, {time.perf_counter() - began:.1f} s", size)
