@@ -55,6 +55,13 @@ def test_every_row_is_a_valid_experiment_and_so_is_what_chooses_its_settings(nam
             assert search.seed == 0 and search.data.val_fraction > 0 and not search.test
 
 
+def test_a_search_is_as_short_as_the_study_says_and_no_longer_than_its_row():
+    for rounds, length in (50, 15), (100, 15), (8, 8):
+        study = load_study("drift", [f"stages.backbone.rounds={rounds}"])
+        row = study.rows["fig6-rates/iid-random"]
+        assert (study.experiment(row, 0).stages[1].length, study.search(row, {}).stages[1].length) == (rounds, length)
+
+
 def test_every_reported_figure_belongs_to_a_row_that_is_shown_with_it():
     known = {(entry.id, entry.metric) for entry in load_reported()}
     assert len(known) == len(load_reported())

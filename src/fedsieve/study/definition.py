@@ -142,10 +142,16 @@ class Study:
     def search(self, row: Row, tried: Mapping[str, Any]) -> Experiment:
         """What is run to see how good some settings of a row are, on validation."""
         tree = apply_overrides(row.tree, _overrides(row.search))
-        experiment = self._experiment(row, tree, 0, tried)
+        experiment = self._experiment(row, tree, 0, {**self._search_lengths(row), **tried})
         held = experiment.data.val_fraction or SEARCH_FRACTION
         data = experiment.data.model_copy(update={"val_fraction": held})
         return experiment.model_copy(update={"data": data, "test": False, "test_curve": False})
+
+    def _search_lengths(self, row: Row) -> dict[str, int]:
+        """How long the stages of a search are: what the study says, and no longer than those of the row."""
+        rows = {stage.name: stage.length for stage in self.experiment(row, 0).stages}
+        lengths = {key: value for key, value in row.search.items() if key.endswith((".rounds", ".epochs"))}
+        return {key: min(value, rows[key.split(".")[1]]) for key, value in lengths.items()}
 
     def tune(self, row: Row, experiment: Experiment) -> dict[str, list[Any]]:
         """What is tried for a row, by setting. In miniature only the first row of a group chooses, between two."""
