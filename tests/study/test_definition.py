@@ -62,6 +62,13 @@ def test_a_search_is_as_short_as_the_study_says_and_no_longer_than_its_row():
         assert (study.experiment(row, 0).stages[1].length, study.search(row, {}).stages[1].length) == (rounds, length)
 
 
+def test_what_a_search_leaves_out_no_override_brings_back():
+    study = load_study("personalization", ["federation.personal.clients=20"])
+    row = study.rows["full/nc5"]
+    assert study.experiment(row, 0).federation.personal.clients == 20
+    assert study.search(row, {}).federation.personal is None
+
+
 def test_every_reported_figure_belongs_to_a_row_that_is_shown_with_it():
     known = {(entry.id, entry.metric) for entry in load_reported()}
     assert len(known) == len(load_reported())

@@ -141,8 +141,8 @@ class Study:
 
     def search(self, row: Row, tried: Mapping[str, Any]) -> Experiment:
         """What is run to see how good some settings of a row are, on validation."""
-        tree = apply_overrides(row.tree, _overrides(row.search))
-        experiment = self._experiment(row, tree, 0, {**self._search_lengths(row), **tried})
+        given = {**row.search, **self._search_lengths(row), **tried}
+        experiment = self._experiment(row, dict(row.tree), 0, given)
         held = experiment.data.val_fraction or SEARCH_FRACTION
         data = experiment.data.model_copy(update={"val_fraction": held})
         return experiment.model_copy(update={"data": data, "test": False, "test_curve": False})
