@@ -201,18 +201,22 @@ class Grid:
 
         Gives whether all could run in `limit` seconds.
         """
-        images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
-        costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
-        with self.display.grid(self._planned(costs)), _alarm(limit) as rung:
+        with _alarm(limit) as rung:
             try:
-                for seed in range(self.seeds):
-                    for row in self.rows:
-                        if seed < (row.seeds or self.seeds):
-                            self._do(row, seed, costs[row.name])
+                self._run_all()
             except FedsieveError as error:
                 if not (rung.is_set() and error.exit_code == 128 + signal.SIGTERM):
                     raise
         return not rung.is_set()
+
+    def _run_all(self) -> None:
+        images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
+        costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
+        with self.display.grid(self._planned(costs)):
+            for seed in range(self.seeds):
+                for row in self.rows:
+                    if seed < (row.seeds or self.seeds):
+                        self._do(row, seed, costs[row.name])
 
     def check(self) -> None:
         """Refuse, before anything runs, what cannot run here and rows that were made with another config."""
