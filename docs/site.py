@@ -17,6 +17,7 @@ import fedsieve
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 SOURCES = {page: source for source, page in PAGES.items()}
 FOLDERS = ("examples/*.py", "configs/*.yaml")
+RECIPE = re.compile(r"^\*\*([^*]+)\.\*\* ", re.M)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -31,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Move links, and write the API down where its page ends."""
+    """Move links, give recipes headings, and write the API down where its page ends."""
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
 
@@ -42,6 +43,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     if page.parent is None:
         page.meta["hide"] = ["navigation"]  # a page without neighbours needs no list of them
+    if here == "how-to.md":
+        markdown = RECIPE.sub(r"## \1\n\n", markdown)  # so that they can be found and linked to
     if here == "api.md":
         markdown += "".join(f"\n\n::: fedsieve.{name}\n" for name in fedsieve.__all__)
     return LINK.sub(moved, markdown)
