@@ -548,7 +548,7 @@ def study(
             "--out",
             "-o",
             metavar="DIR",
-            help="The study folder, new or begun. Default: studies/NAME.",
+            help="The study folder, new or begun. Default: runs/study-NAME.",
             show_default=False,
         ),
     ] = None,
@@ -573,6 +573,10 @@ def study(
     ] = False,
     show_rows: Annotated[bool, typer.Option("--list", help="Print the rows and stop.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only write tables and page of what is in DIR.")] = False,
+    limit: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="SECONDS", help="Stop after so long, also inside a run.", show_default=False),
+    ] = None,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep checkpoints, and every seed's weights and clients' masks.")
     ] = False,
@@ -597,11 +601,11 @@ def study(
         return
     from fedsieve.study.grid import run_study, show_study
 
-    folder = out or Path("studies") / (f"{name}-smoke" if smoke else name)
+    folder = out or Path("runs") / (f"study-{name}-smoke" if smoke else f"study-{name}")
     if show:
         page = show_study(name, folder, seeds)
     else:
-        page = run_study(chosen, folder, some, 1 if smoke else seeds, console, quiet, keep_all)
+        page = run_study(chosen, folder, some, 1 if smoke else seeds, console, quiet, keep_all, limit)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 
 

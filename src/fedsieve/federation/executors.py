@@ -155,9 +155,9 @@ class Stacked:
 
     def _build(self, clients: int) -> None:
         task, self.clients = self.task, clients
-        kind = torch.get_autocast_dtype(task.theta.device.type)
+        kind = task.theta.device.type
         with task.autocast():
-            cast = kind if torch.is_autocast_enabled(task.theta.device.type) else None
+            cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.stack = Stack(
             task.model, task.space, self.support, clients, cast, task.optimizer.rescale is not None, task.speed
         )
