@@ -196,7 +196,11 @@ def test_sites_that_fall_silent_lie_or_lose_their_files_cost_their_own_updates_o
         "ok",
     ]
     assert status[7, 3] == "run"  # it had to be met again
-    sizes = {line.client: line.size for line in lines(tmp_path / "run" / "ledger.csv") if line[1] == 2 and line.what == "update"}
+    sizes = {
+        line.client: line.size
+        for line in lines(tmp_path / "run" / "ledger.csv")
+        if line[1] == 2 and line.what == "update"
+    }
     assert sizes[0] == sizes[1] == 0 and sizes[2] == 36  # nothing came, or what came
     assert all(status[client, number] == "ok" for client in range(7) for number in (1, 3, 4, 5, 6))
     assert status[7, 4] == "ok" and said["run"] == 1
