@@ -20,6 +20,7 @@ from fedsieve.privacy.secagg import PHASES
 from fedsieve.runner.experiment import resume
 from fedsieve.runner.experiment import run as run_with
 from fedsieve.runner.federated import populate
+from fedsieve.runner.plan import plan
 from fedsieve.wire.envelope import unwrap, wrap
 from fedsieve.wire.ledger import lines
 
@@ -399,6 +400,8 @@ def test_what_works_in_one_process_only_is_refused_at_the_start(federated, tmp_p
 def test_runs_with_sites_and_without_are_not_confused(federated, tmp_path):
     with pytest.raises(FedsieveError, match="`fedsieve flower` runs with them"):
         run(federated(*OWN), tmp_path / "alone")
+    with pytest.raises(FedsieveError, match="`fedsieve flower` runs with them"):
+        plan(federated(*OWN))
 
     def kill(node, number, reply):
         if number == 3:

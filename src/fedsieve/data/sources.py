@@ -80,14 +80,19 @@ def load_images(config: Data, split: Split, say: Callable[[str], None] = lambda 
 
 
 def _relabelled(images: ImageSet, names: list[str], source: str) -> ImageSet:
-    """The same images with labels that number `names`; a class that is not among them is refused."""
-    if unknown := [name for name in images.class_names if name not in names]:
+    """The same images with labels that number `names`."""
+    numbers = torch.from_numpy(_numbers(images.class_names, names, source))
+    return replace(images, labels=numbers[images.labels], class_names=names)
+
+
+def _numbers(mine: list[str], names: list[str], source: str) -> np.ndarray:
+    """The place of each of a source's own classes among `names`; one that is not there is refused."""
+    if unknown := [name for name in mine if name not in names]:
         raise FedsieveError(
             f'data.class_names: {source} has a class "{unknown[0]}", which is not in the label map.'
             f"{did_you_mean(unknown[0], names)}"
         )
-    numbers = torch.tensor([names.index(name) for name in images.class_names], dtype=torch.int64)
-    return replace(images, labels=numbers[images.labels], class_names=names)
+    return np.array([names.index(name) for name in mine], dtype=np.int64)
 
 
 def load_column(config: Data, split: Split, column: str) -> np.ndarray:
@@ -600,6 +605,8 @@ def survey(config: Data, split: Split) -> tuple[np.ndarray, list[str], int]:
         width, height = _open(next(_items(table.select(rows[:1]), image_column, rows))[0], config.source).size
         pixels = 3 * (width * height if width == height <= 256 else _stored_side(config) ** 2)
         labels = labels[rows]
+    if config.class_names is not None:
+        labels, class_names = _numbers(class_names, config.class_names, config.source)[labels], config.class_names
     _check_classes(config.classes, class_names)
     return labels, class_names, pixels
 

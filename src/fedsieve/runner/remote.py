@@ -79,15 +79,21 @@ def check_remote(experiment: Experiment) -> None:
             )
 
 
+def check_alone(experiment: Experiment) -> None:
+    """Refuse what one process cannot do without sites."""
+    if experiment.own_images:
+        raise FedsieveError(
+            "federation.partition.kind: sites are elsewhere, and this process is alone: `fedsieve flower` runs with them"
+        )
+
+
 def check_place(experiment: Experiment, folder: Path, transport: Transport | None) -> None:
     """Refuse to run an experiment with clients elsewhere where they are not, and the other way round."""
     if transport is not None:
         check_remote(experiment)
-    elif experiment.own_images:
-        raise FedsieveError(
-            "federation.partition.kind: sites are elsewhere, and this process is alone: `fedsieve flower` runs with them"
-        )
-    elif (folder / SITES).exists():
+        return
+    check_alone(experiment)
+    if (folder / SITES).exists():
         raise FedsieveError(f"{folder}: the clients of this run are sites: `fedsieve flower {folder}` goes on with it")
 
 
