@@ -449,11 +449,17 @@ class Aggregator(Kinded):
     )
     m: Positive | None = Field(None, description="multi_krum: how many updates are averaged; default: all but f")
     limit: Rate | None = Field(None, description="norm_bound: the largest norm; default: the median of a round's")
+    mix: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="all but mean: how many clients of a round may be hostile. Every update first becomes the mean of its nearest "
+        "ones, all but so many: for clients that hold different data",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "Aggregator":
-        takes = {"trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m"), "norm_bound": ("limit",)}
-        _only_with(self, "kind", takes)
+        takes = {"median": (), "trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m")}
+        takes |= {"geometric_median": (), "norm_bound": ("limit",)}
+        _only_with(self, "kind", {kind: (*names, "mix") for kind, names in takes.items()})
         return self
 
 
