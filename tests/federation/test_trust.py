@@ -13,7 +13,7 @@ from tests.federation.conftest import CONFIG, SPARSE
 
 from fedsieve import run
 from fedsieve.config import Privacy, parse_config
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation import rounds, secure
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.ridge import federated_ridge
@@ -354,6 +354,18 @@ def test_the_mean_collapses_where_robust_aggregators_hold(federated, running):
         assert accuracy(attack, f"federation.aggregator={rule}") > clean - 0.05
 
 
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        ([PRIVATE[1], "privacy.dp={noise_multiplier: 1.0, clip_norm: 1e30}"], "noise of privacy.dp"),
+        (["federation.attack={kind: gaussian_noise, factor: 1e37}", "federation.cohort=8"], "Hostile clients"),
+    ],
+)
+def test_a_run_that_noise_or_attacks_carry_away_says_so(federated, running, overrides, cause):
+    with pytest.raises(Diverged, match=cause):
+        running(federated(*overrides))
+
+
 def test_each_attack_does_what_it_says(federated, running, monkeypatch):
     sent = {}
     original = rounds.Federated._sent
@@ -489,6 +501,9 @@ REFUSED = {
     "unused setting": (["federation.aggregator={kind: median, f: 2}"], "goes with kind: krum or multi_krum"),
     "unused width": (["privacy.bits=16"], "goes with aggregation: secagg"),
     "no such kind": (["federation.aggregator=krumm"], 'Did you mean "krum"'),
+    "mixed mean": (["federation.aggregator={kind: mean, mix: 2}"], "mix goes with kind: median"),
+    "no mapping": (["federation.aggregator=7"], "should be a mapping, got the number 7. Its keys: kind, share"),
+    "unaccountable": (["privacy.dp={epsilon: 8, delta: 1e-30, clip_norm: 1.0}", PRIVATE[1]], "privacy.dp.delta"),
     "central": (
         ["federation=null", "privacy.aggregation=secagg", "stages=[{name: a, epochs: 1}]"],
         "goes with a federation",
@@ -498,6 +513,7 @@ NUMBERS = {
     "two clients": (["privacy.aggregation=secagg", "federation.cohort=2"], "at least 3 clients"),
     "two that score": ([*SECAGG, *SPARSE, "mask.clients=2"], "mask.clients"),
     "krum": (["federation.aggregator={kind: krum, f: 2}", "federation.cohort=6"], "f up to 1 works"),
+    "mix": (["federation.aggregator={kind: median, mix: 2}", "federation.cohort=4"], "mix up to 1 works"),
     "delta": (["privacy.dp={epsilon: 8, delta: 0.2, clip_norm: 1.0}", PRIVATE[1]], "given away outright"),
     "trimmed": (["federation.aggregator={kind: trimmed_mean, share: 0.4}"], "none is left"),
 }
