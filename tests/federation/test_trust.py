@@ -20,6 +20,7 @@ from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.sums import Update, robust_mean, sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy import dp, secagg
+from fedsieve.privacy.fixed_point import FixedPoint
 from fedsieve.runner.plan import plan
 from fedsieve.wire.codec import Coding
 from fedsieve.wire.ledger import Ledger, lines
@@ -160,6 +161,34 @@ def test_under_dropouts_at_every_phase_the_mean_is_the_survivors_or_there_is_non
     assert {line.what for line in told(found) if line.direction == "up" and line.size} == {
         f"update.{phase}" for phase in secagg.PHASES
     }
+
+
+def test_with_three_of_ten_lost_at_any_phase_in_each_of_fifty_rounds_every_sum_is_exact():
+    rng, channel, point = (
+        np.random.default_rng(0),
+        Channel(None, 0, "stage", privacy=HIDDEN),
+        FixedPoint(32, 10, 60.0, 60),
+    )
+    phases = set()
+    for number in range(50):
+        rows = {client: rng.normal(size=6).astype(np.float32) / 10 for client in range(10)}
+        weights = {client: int(rng.integers(1, 61)) for client in range(10)}
+        gone = rng.choice(10, 3, replace=False).tolist()
+        fates = dict(zip(gone, rng.choice(["crash", "late", "corrupt"], 3).tolist(), strict=True))
+        lost = secure.losses(0, "stage", number, fates)
+        phases |= set(lost.values())
+        total, weight, found = secure.weighted_sum(channel, number, 6, range(10), rows, weights, 60, lost)
+        assert found.survivors == [client for client in range(10) if lost.get(client, (9, ""))[0] > secure.PAD]
+        sent = [
+            point.encode(
+                rows[client].astype(float), weights[client], channel.uniforms(number, "update", client, count=6)
+            )
+            for client in found.survivors
+        ]
+        expected, sum_of_weights = point.decode(np.sum(sent, axis=0, dtype="<u4"))
+        assert total.numpy().tolist() == expected.tolist()
+        assert weight == sum_of_weights == sum(weights[client] for client in found.survivors)
+    assert len(phases) == 4 + 1 + 4  # crashes and damage in every phase, lateness in that of the values
 
 
 def test_below_the_threshold_a_round_is_given_up_nothing_is_revealed_and_the_run_goes_on(
