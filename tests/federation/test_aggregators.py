@@ -173,6 +173,18 @@ def attacked(draw):
     return honest, torch.cat([honest, hostile])[order], f
 
 
+@pytest.mark.parametrize("kind", ROBUST)
+@pytest.mark.parametrize("mix", [None, 1, 4])
+def test_as_many_as_a_rule_keeps_out_cannot_carry_it_away_and_of_those_that_average_one_more_does(kind, mix):
+    chosen = Robust(share=0.3, f=3, m=6, mix=mix)
+    bears = aggregators.kept_out(kind, 10, chosen)
+    for hostile in (bears, bears + 1):
+        rows = torch.cat([drawn(0, 10 - hostile, 20), torch.full((hostile, 20), 1e6)])
+        found = aggregate(kind, rows, torch.ones(10), chosen)
+        assert hostile > bears or found.abs().max() < 10
+        assert hostile == bears or kind not in ("trimmed_mean", "multi_krum") or found.abs().max() > 1000
+
+
 @given(attacked())
 @settings(max_examples=60)
 def test_hostile_clients_cannot_leave_the_range_of_honest_ones(case):

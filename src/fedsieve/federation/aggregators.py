@@ -100,6 +100,22 @@ def check(kind: str, count: int, settings: Robust) -> None:
         )
 
 
+def kept_out(kind: str, count: int, settings: Robust) -> int:
+    """How many hostile ones among `count` updates a rule, as it is set, can leave aside; norm bounding only shortens them."""
+    most = (count - 1) // 2 if settings.mix is None else settings.mix
+    match kind:
+        case "trimmed_mean":
+            return min(most, _dropped(settings.share, count))
+        case "krum":
+            return min(most, settings.f)
+        case "multi_krum":
+            return min(most, count - (settings.m or count - settings.f))
+        case "norm_bound":
+            return 0
+        case _:
+            return most
+
+
 def mixed(updates: Rows, f: int) -> Mixed:
     """For every update the mean of the C - f nearest to it, itself among them; ties go to the first.
 

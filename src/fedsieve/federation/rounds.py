@@ -356,7 +356,9 @@ class Federated:
     def _diverged(self, number: int) -> NoReturn:
         name, blame = self.stage.name, ""
         if self.context.account is not None:
-            blame = ". The noise of privacy.dp may be the cause: a smaller clip_norm or a larger epsilon means less of it"
+            blame = (
+                ". The noise of privacy.dp may be the cause: a smaller clip_norm or a larger epsilon means less of it"
+            )
         elif self.population.hostile and self.settings.aggregator.kind == "mean":
             blame = ". Hostile clients may be the cause: federation.aggregator names rules that bear some"
         raise Diverged(
