@@ -379,7 +379,7 @@ def test_the_mean_collapses_where_robust_aggregators_hold(federated, running):
 
     clean, attack = accuracy(), "federation.attack={kind: sign_flip, fraction: 0.2, factor: 10}"
     assert clean > 0.6 and accuracy(attack) < clean / 2
-    for rule in ("{kind: multi_krum, f: 3}", "geometric_median"):
+    for rule in ("{kind: multi_krum, f: 3}", "geometric_median", "{kind: trimmed_mean, mix: 4}"):
         assert accuracy(attack, f"federation.aggregator={rule}") > clean - 0.05
 
 
@@ -473,7 +473,11 @@ def test_updates_that_fill_the_memory_lie_in_a_file(monkeypatch, tmp_path):
 TOGETHER = {
     "secagg": [*SECAGG, *SPARSE, "federation.failures={crash: 0.2}"],
     "zero_sum": ["privacy.aggregation=zero_sum"],
-    "robust": ["federation.aggregator=geometric_median", "federation.attack=sign_flip", "federation.cohort=6"],
+    "robust": [
+        "federation.aggregator={kind: geometric_median, mix: 2}",
+        "federation.attack=sign_flip",
+        "federation.cohort=6",
+    ],
     "dp": [*PRIVATE, "federation.cohort=0.6", "stages.all.rounds=4"],
 }
 
