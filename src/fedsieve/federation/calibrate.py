@@ -131,7 +131,7 @@ def client_mask(context: Context, sieve: Sieve, space: ParamSpace, client: int, 
 
     def sensitivity(active: Mask, number: int) -> Tensor:
         part, seen = squares(context, space, sieve, context.train, active, number, rows, *address)
-        return (part / seen).float().cpu()
+        return (part / seen).float()
 
     return calibrated(sieve, context.model, space, scorer(sieve, context.model, space, sensitivity, seed, *address))
 

@@ -5,8 +5,10 @@ batched products over a client axis; everything else (attention, activations, fr
 plain autograd, so fused attention, autocast, torch.compile and CUDA graphs work as for a single network.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,8 @@ class Stack:
     """`clients` copies of `model`, each with its own values of the weights in `support` (all of `space` when None).
 
     `support` holds ascending places in the space's vector. The values are given and their gradients taken as matrices
-    (clients, k). With `cast`, matrices of linear layers and convolutions are kept in that type, as autocast would cast them.
+    (clients, k). With `cast`, weights are kept in that type but for those of norms, which autocast would not cast either;
+    tokens and position embeddings too, so that what they are added to does not become twice as wide in memory.
     `whole` also takes the gradients of tensors outside the support, for their norms.
     """
 
@@ -36,8 +39,8 @@ class Stack:
         whole: bool = False,
         speed: Speed = "eager",
     ) -> None:
-        self.model, self.clients = model, clients
-        self.network = compiled(model, speed)
+        self.model, self.clients, self.cast = model, clients, cast
+        self.network = compiled(self._network, speed)
         device = next(model.parameters()).device
         everything = torch.arange(space.size, device=device) if support is None else support
         bounds = torch.tensor(space.offsets, device=device)
@@ -45,23 +48,15 @@ class Stack:
         parameters = dict(model.named_parameters())
         self.parts: list[tuple[Tensor, Tensor | None, int, int]] = []  # leaf, places in it, its span of the k values
         self.leaves: dict[str, Tensor] = {}
-        self.casting = {
-            f"{path}.{name}"
-            for path, module in model.named_modules()
-            if isinstance(module, (nn.Linear, nn.Conv2d))
-            for name in ("weight", "bias")
-        }
         for name, start, first, last in zip(space.names, space.offsets, cuts, cuts[1:], strict=False):
             if first == last and not whole:
                 continue
             weights = parameters[name].detach()
-            leaf = weights.expand(clients, *weights.shape).to(
-                cast if cast and name in self.casting else weights.dtype, copy=True
-            )
+            leaf = weights.expand(clients, *weights.shape).to(self._type(name), copy=True)
             places = None if last - first == weights.numel() else everything[first:last] - start
             self.leaves[name] = leaf.requires_grad_()
             self.parts.append((leaf, places, first, last))
-        self.forwards, self.raw = self._plan()
+        self.forwards, self.bare = self._plan()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -97,43 +92,55 @@ class Stack:
         ]
         return torch.cat(taken, 1)
 
-    def __call__(self, inputs: Tensor, network: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The network's outputs for inputs (clients * batch, ...), client after client; `network` is the plain model, if given."""
+    def __call__(self, inputs: Tensor, network: Callable[..., Tensor] | None = None) -> Tensor:
+        """The network's outputs for inputs (clients * batch, ...), client after client; `network` runs it, if given."""
         with self._patched():
-            if not self.raw:
-                return (network or self.network)(inputs)
-            return functional_call(self.model, self._spread(len(inputs) // self.clients), (inputs,))
+            bare = [self._spread(name, len(inputs) // self.clients) for name in self.bare]
+            return (network or self.network)(inputs, *bare)
 
-    def _spread(self, batch: int) -> dict[str, Tensor]:
-        """Parameters that modules use bare (tokens, position embeddings, layer scales), one per image of the batch."""
-        spread = {}
-        for name in self.raw:
-            leaf = self.leaves[name]
-            # Such a parameter is broadcast over the batch: (1, ...), or (features,) against (batch, tokens, features).
-            one = leaf if leaf.dim() > 2 else leaf[:, None, None, :]
-            spread[name] = one.expand(self.clients, batch, *one.shape[2:]).flatten(0, 1)
-        return spread
+    def _network(self, inputs: Tensor, *bare: Tensor) -> Tensor:
+        if not bare:
+            return self.model(inputs)
+        return functional_call(self.model, dict(zip(self.bare, bare, strict=True)), (inputs,))
+
+    def _spread(self, name: str, batch: int) -> Tensor:
+        """A parameter that its module uses bare (tokens, position embeddings, layer scales), one per image of the batch."""
+        if name not in self.leaves:
+            return self.model.get_parameter(name).detach().to(self._type(name))
+        leaf = self.leaves[name]
+        # Such a parameter is broadcast over the batch: (1, ...), or (features,) against (batch, tokens, features).
+        one = leaf if leaf.dim() > 2 else leaf[:, None, None, :]
+        return one.expand(self.clients, batch, *one.shape[2:]).flatten(0, 1)
+
+    def _type(self, name: str) -> torch.dtype:
+        """The type that a parameter is kept in."""
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        norm = isinstance(owner, tuple(kind for kind, _ in LAYERS)) and not isinstance(owner, (nn.Linear, nn.Conv2d))
+        return self.model.get_parameter(name).dtype if self.cast is None or norm else self.cast
 
     def _plan(self) -> tuple[dict[nn.Module, Callable[[Tensor], Tensor]], list[str]]:
-        """The layers to replace, and the parameters that no layer of a known kind owns."""
+        """The layers to replace, and the parameters to replace that no layer of a known kind owns."""
         forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
-        raw = []
+        bare = []
         for path, module in self.model.named_modules():
             own = [name for name, _ in module.named_parameters(recurse=False)]
             names = {name: f"{path}.{name}".lstrip(".") for name in own}
-            if not any(name in self.leaves for name in names.values()):
+            if self.cast is not None and type(module) is nn.GELU and module.approximate == "none":
+                forwards[module] = gelu
                 continue
             make = next((make for kind, make in LAYERS if isinstance(module, kind)), None)
             if make is not None:
-                forwards[module] = make(module, self, names)
+                if any(name in self.leaves for name in names.values()):
+                    forwards[module] = make(module, self, names)
                 continue
             for name in names.values():
                 if name in self.leaves:
                     shape = self.leaves[name].shape[1:]
                     if len(shape) != 1 and shape[0] != 1:
                         raise FedsieveError(f"{name} of shape {tuple(shape)} cannot be stacked")
-                    raw.append(name)
-        return forwards, raw
+                if name in self.leaves or self.cast is not None:
+                    bare.append(name)
+        return forwards, bare
 
     def weight(self, name: str, rank: int) -> Tensor:
         """A parameter ready to broadcast against (clients, rows, ...): its stacked leaf, or the model's shared one."""
@@ -165,7 +172,7 @@ class Stack:
                 noise = torch.randn(leaf.shape, generator=generator).to(leaf)
                 leaf.add_(noise * (0.1 * leaf.abs().mean() + 0.01))
             # Not compiled: that would take as long as for training, and serve nothing else.
-            together = self(torch.cat([inputs] * self.clients), self.model).view(self.clients, len(inputs), -1)
+            together = self(torch.cat([inputs] * self.clients), self._network).view(self.clients, len(inputs), -1)
             for client in {0, self.clients - 1}:
                 own = {
                     name: leaf[client].to(self.model.get_parameter(name).dtype) for name, leaf in self.leaves.items()
@@ -181,13 +188,66 @@ class Stack:
                 leaf.copy_(before[name])
 
 
+class _AddBias(torch.autograd.Function):
+    """(clients, rows, features) + (clients, 1, features), whose gradient by the bias is a product with ones.
+
+    A compiler that sees a sum there fuses it with what made the gradient, and so makes that twice. The sum itself is not
+    baddbmm, which first writes the bias everywhere; a compiler moves it into what follows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, bias: Tensor) -> Tensor:
+        return outputs + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        return gradient, gradient.new_ones(len(gradient), 1, gradient.shape[1]) @ gradient
+
+
+def add_bias(outputs: Tensor, bias: Tensor) -> Tensor:
+    """Outputs (clients, rows, features) of a linear layer plus its bias: (clients, 1, features), or a frozen (features,)."""
+    bias = bias.to(outputs.dtype)
+    return _AddBias.apply(outputs, bias) if bias.requires_grad else outputs + bias
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        wide = inputs.float()
+        return (wide * _normal(wide)[0]).to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (inputs,), (gradient,) = ctx.saved_tensors, gradients
+        wide = inputs.float()
+        below, density = _normal(wide)
+        return (gradient.float() * (below + wide * density)).to(gradient.dtype)
+
+
+def gelu(inputs: Tensor) -> Tensor:
+    """x times the share of the normal distribution below x, right to 1e-6 and so exact in half precision.
+
+    Its error function costs a GPU more than reading and writing the layer's values does.
+    """
+    return _Gelu.apply(inputs)
+
+
+def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of the normal distribution below x, to 1e-7 (Abramowitz and Stegun 1964, 7.1.26), and its density at x."""
+    bell = torch.exp(-0.5 * x * x)
+    t = 1 / (1 + 0.3275911 * math.sqrt(0.5) * x.abs())
+    tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t * bell / 2
+    return torch.where(x < 0, tail, 1 - tail), bell / math.sqrt(2 * math.pi)
+
+
 def _linear(module: nn.Linear, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
         rows = inputs.reshape(stack.clients, -1, inputs.shape[-1])
         outputs = rows @ stack.weight(names["weight"], 2).mT
         if "bias" in names:
-            # Not baddbmm, which first writes the bias everywhere; a compiler moves this sum into what follows.
-            outputs = outputs + stack.weight(names["bias"], 2).to(outputs.dtype)
+            outputs = add_bias(outputs, stack.weight(names["bias"], 2))
         return outputs.reshape(*inputs.shape[:-1], -1)
 
     return forward
@@ -232,7 +292,7 @@ def _conv(module: nn.Conv2d, stack: Stack, names: dict[str, str]) -> Callable[[T
             rows, columns = tiles.shape[2], tiles.shape[4]
             flat = tiles.permute(0, 2, 4, 1, 3, 5).reshape(clients, -1, weight[0, 0].numel())
             outputs = flat @ weight.flatten(2).mT
-            outputs = outputs if bias is None else outputs + bias
+            outputs = outputs if bias is None else add_bias(outputs, bias)
             return outputs.reshape(-1, rows, columns, weight.shape[1]).permute(0, 3, 1, 2)
         grouped = inputs.unflatten(0, (clients, -1)).transpose(0, 1).flatten(1, 2)
         outputs = F.conv2d(

@@ -1,6 +1,6 @@
 """Exact selection by score: which k of the active weights, or which groups of them, stay active.
 
-Everything is computed on the host, so that a CPU and a GPU choose the same weights, ties included.
+A CPU and a GPU choose the same weights from the same scores, ties included.
 """
 
 import bisect
@@ -51,13 +51,14 @@ def select(
     the active ones), by largest remainder, within floors and what is active.
     """
     check_request(allocation, granularity)
-    values, chosen = _values(scores, space, lowest), _host(active, space)
-    among = chosen if maskable is None else chosen | _host(maskable, space)
-    if granularity != "weight":
-        ids = group_ids(space, granularity, heads)
-        keep = _select_groups(values, chosen & (ids >= 0), among, k, space, allocation, ids)
-    else:
-        keep = _select_weights(values, chosen, among, k, space, allocation, min_active_per_tensor)
+    values, chosen = _values(scores, space, lowest), _checked(active, space).to(scores.device)
+    among = chosen if maskable is None else chosen | _checked(maskable, space).to(scores.device)
+    _check_number(values, chosen)
+    if granularity == "weight":
+        return _select_weights(values, chosen, among, k, space, allocation, min_active_per_tensor)
+    ids = group_ids(space, granularity, heads)
+    host = [tensor.cpu().numpy() for tensor in (values, chosen, among)]
+    keep = _select_groups(host[0], host[1] & (ids >= 0), host[2], k, space, allocation, ids)
     return torch.from_numpy(keep).to(scores.device)
 
 
@@ -91,11 +92,11 @@ def can_last(
     end nothing fits. A block that cannot last and holds most of the weights is refused: what is left is no model to
     choose from, and often the names tell no blocks apart.
     """
-    chosen = _host(active, space)
     if granularity == "weight":
-        floors = _floors(chosen, space, min_active_per_tensor)
-        _check_floors(k, floors, int(chosen.sum()), min_active_per_tensor)
+        floors = _floors(_per_tensor(_checked(active, space), space), min_active_per_tensor)
+        _check_floors(k, floors, int(active.count_nonzero()), min_active_per_tensor)
         return active
+    chosen = _checked(active, space).cpu().numpy()
     ids = group_ids(space, granularity, heads)
     sizes = np.bincount(ids[chosen & (ids >= 0)], minlength=ids.max(initial=-1) + 1)
     # The last entry answers for -1, no group.
@@ -236,25 +237,25 @@ def group_ids(space: ParamSpace, granularity: Granularity, heads: Mapping[str, i
 
 
 def _select_weights(
-    values: np.ndarray, active: np.ndarray, among: np.ndarray, k: int, space: ParamSpace, allocation: str, floor: int
-) -> np.ndarray:
-    _check_number(values, active)
-    counts, floors = _per_tensor(active, space), _floors(active, space, floor)
-    _check_floors(k, floors, int(among.sum()), floor)
+    values: Tensor, active: Tensor, among: Tensor, k: int, space: ParamSpace, allocation: str, floor: int
+) -> Tensor:
+    counts = _per_tensor(active, space)
+    floors = _floors(counts, floor)
+    _check_floors(k, floors, int(among.count_nonzero()), floor)
     if k > sum(counts):
         raise FedsieveError(f"{k:,} weights cannot stay active where only {sum(counts):,} are")
     units = _units(space, allocation)
     sizes = [_per_tensor(among, space), floors, counts]
     seats = apportion(k, *([sum(per[index] for index in unit) for unit in units] for per in sizes))
-    keep = np.zeros(space.size, dtype=np.bool_)
+    keep = torch.zeros_like(active)
     for unit, number in zip(units, seats, strict=True):
         # Places, not bools: gathering by them is several times faster.
-        parts = [np.flatnonzero(active[slice(*space.offsets[i : i + 2])]) + space.offsets[i] for i in unit]
-        reserved = np.concatenate([part[_lowest(values[part], floors[i])] for i, part in zip(unit, parts, strict=True)])
-        keep[reserved] = True
-        places = np.concatenate(parts)
-        free = places[np.flatnonzero(~keep[places])]
-        keep[free[_lowest(values[free], number - len(reserved))]] = True
+        parts = [_places(active[slice(*space.offsets[i : i + 2])]).add_(space.offsets[i]) for i in unit]
+        reserved = torch.cat([_best(values, part, floors[i]) for i, part in zip(unit, parts, strict=True)])
+        keep.index_fill_(0, reserved, True)
+        places = torch.cat(parts)
+        free = places.index_select(0, _places(~keep.index_select(0, places))) if len(reserved) else places
+        keep.index_fill_(0, _best(values, free, number - len(reserved)), True)
     return keep
 
 
@@ -267,7 +268,6 @@ def _select_groups(
     allocation: str,
     ids: np.ndarray,
 ) -> np.ndarray:
-    _check_number(values, active)
     members = ids[active]
     sizes = np.bincount(members)
     means = np.bincount(members, weights=values[active]) / np.maximum(sizes, 1)
@@ -277,7 +277,7 @@ def _select_groups(
         for index in unit:
             span = slice(*space.offsets[index : index + 2])
             unit_of[ids[span][active[span]]] = number
-    counts, base = _per_tensor(active, space), _per_tensor(among & (ids >= 0), space)
+    counts, base = (_per_tensor(torch.from_numpy(part), space) for part in (active, among & (ids >= 0)))
     room = apportion(
         min(k, sum(counts)),
         [sum(base[index] for index in unit) for unit in units],
@@ -297,22 +297,32 @@ def _select_groups(
     return keep
 
 
-def _lowest(values: np.ndarray, k: int) -> np.ndarray:
-    """The places of the k lowest of `values`, of equal ones the first."""
-    if k <= 0 or k >= len(values):
-        return np.arange(len(values) if k > 0 else 0)
-    if k == 1:
-        return np.array([values.argmin()])
-    threshold = _kth(values, k)
-    below = np.flatnonzero(values < threshold)
-    return np.concatenate([below, np.flatnonzero(values == threshold)[: k - len(below)]])
+def _best(scores: Tensor, places: Tensor, k: int) -> Tensor:
+    """Of `places`, the k where the scores are lowest, of equal ones the first."""
+    if k <= 0 or k >= len(places):
+        return places if k > 0 else places[:0]
+    values = scores.index_select(0, places)
+    threshold = values.min() if k == 1 else _kth(values, k)
+    below = _places(values < threshold)
+    equal = _places(values == threshold)[: k - len(below)]
+    return places.index_select(0, torch.cat([below, equal]))
 
 
-def _kth(values: np.ndarray, k: int) -> np.generic:
-    """The k-th lowest value (from 1), found 16 bits at a time.
+def _places(chosen: Tensor) -> Tensor:
+    """Where a bool vector is true, ascending."""
+    if chosen.is_cuda:
+        return chosen.nonzero().flatten()
+    return torch.from_numpy(np.flatnonzero(chosen.numpy()))  # several times faster than torch's own
+
+
+def _kth(scores: Tensor, k: int) -> Tensor:
+    """The k-th lowest value (from 1); on a CPU found 16 bits at a time.
 
     Linear for any input: quickselects are slow on the many equal scores of real models (np.partition: 10 times).
     """
+    if scores.is_cuda:
+        return scores.kthvalue(k).values
+    values = scores.numpy()
     keys = ordered(values)
     for shift in range(values.itemsize * 8 - 16, -1, -16):
         digits = (keys >> keys.dtype.type(shift)).astype(np.uint16)
@@ -321,7 +331,7 @@ def _kth(values: np.ndarray, k: int) -> np.generic:
         k -= int(below[digit - 1]) if digit else 0
         places = np.flatnonzero(digits == digit)
         values, keys = values[places], keys[places]
-    return values[0]
+    return torch.from_numpy(values)[0]
 
 
 def ordered(values: np.ndarray) -> np.ndarray:
@@ -340,12 +350,13 @@ def _units(space: ParamSpace, allocation: str) -> list[list[int]]:
     return [[index] for index in everything] if allocation == "tensor" else [list(everything)]
 
 
-def _per_tensor(active: np.ndarray, space: ParamSpace) -> list[int]:
-    return [int(np.count_nonzero(active[a:b])) for a, b in zip(space.offsets, space.offsets[1:], strict=False)]
+def _per_tensor(active: Tensor, space: ParamSpace) -> list[int]:
+    counts = [active[a:b].count_nonzero() for a, b in zip(space.offsets, space.offsets[1:], strict=False)]
+    return torch.stack(counts).tolist() if counts else []
 
 
-def _floors(active: np.ndarray, space: ParamSpace, floor: int) -> list[int]:
-    return [min(floor, count) for count in _per_tensor(active, space)]
+def _floors(counts: list[int], floor: int) -> list[int]:
+    return [min(floor, count) for count in counts]
 
 
 def _check_floors(k: int, floors: list[int], total: int, floor: int) -> None:
@@ -365,27 +376,26 @@ def _refuse_groups(k: int, sizes: np.ndarray) -> NoReturn:
     )
 
 
-def _check_number(values: np.ndarray, active: np.ndarray) -> None:
-    if wrong := np.count_nonzero(np.isnan(values) & active):
+def _check_number(values: Tensor, active: Tensor) -> None:
+    if wrong := int((values.isnan() & active).count_nonzero()):
         raise FedsieveError(
             f"the scores of {wrong:,} active weights are not numbers (NaN); the model or the data is broken", 1
         )
 
 
-def _host(active: Tensor, space: ParamSpace) -> np.ndarray:
+def _checked(active: Tensor, space: ParamSpace) -> Tensor:
     if active.dtype != torch.bool or tuple(active.shape) != (space.size,):
         raise FedsieveError(
             f"active weights are a bool vector of {space.size:,}, not {active.dtype} of shape {tuple(active.shape)}"
         )
-    return active.detach().cpu().numpy()
+    return active.detach()
 
 
-def _values(scores: Tensor, space: ParamSpace, lowest: bool) -> np.ndarray:
-    """The scores on the host, the wanted end first."""
+def _values(scores: Tensor, space: ParamSpace, lowest: bool) -> Tensor:
+    """The scores, the wanted end first."""
     if tuple(scores.shape) != (space.size,):
         raise FedsieveError(f"scores of shape {tuple(scores.shape)} do not fit a space of {space.size:,} weights")
-    scores = scores.detach().cpu()
     # Whole numbers above 2**24 would be rounded together in float32.
     narrow = scores.dtype != torch.float64 and scores.dtype.is_floating_point
-    values = (scores.float() if narrow else scores.double()).numpy()
+    values = scores.detach().float() if narrow else scores.detach().double()
     return values if lowest else -values

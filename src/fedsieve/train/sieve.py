@@ -19,7 +19,7 @@ from fedsieve.train.feed import Autocast, Feed
 CHUNK = 64  # images that are transformed at a time; how many are differentiated at a time follows from memory
 
 
-Sensitivity = Callable[[Mask, int], Tensor]  # of the weights still active, in a calibration round: (D,) on the host
+Sensitivity = Callable[[Mask, int], Tensor]  # of the weights still active, in a calibration round: (D,)
 
 
 def make_mask(
@@ -79,13 +79,13 @@ def scorer(
     def score(active: Mask, number: int) -> Tensor:
         if rule.score == "random":
             return random_scores(space, seed, *address)
+        if rule.score == "fisher":
+            return sensitivity(active, number)
         weights = magnitude(space.read(model)).cpu()
         if rule.score == "magnitude":
             return weights
-        if rule.score == "fisher":
-            return sensitivity(active, number)
         return hybrid(
-            sensitivity(active, number), weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool()
+            sensitivity(active, number).cpu(), weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool()
         )
 
     return score
