@@ -4,7 +4,7 @@ python docs/results/federation.py JOBS.yaml --data CIFAR100 --weights VIT_TINY.s
 
 JOBS.yaml is a list of {name, val_fraction, seeds, overrides: [key=value ...]}. A run is what `fedsieve run` does with the
 config printed by --show and these overrides; here data, network and compiled steps are shared between runs, since
-compiling takes longer than many of them.
+compiling takes longer than many of them. Rows that FILE of --out has already are passed over.
 """
 
 import argparse
@@ -190,12 +190,17 @@ def main() -> None:
     common = [f"data.source={given.data}", f"model.weights={given.weights}", f"compile={given.compile}"]
     common += SMOKE if given.smoke else []
     began, arenas = time.perf_counter(), dict[Any, Arena]()
+    there = set[tuple[str, str]]()
+    if given.out.exists():
+        there = {(row["job"], row["seed"]) for row in csv.DictReader(given.out.read_text().splitlines())}
     with given.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if file.tell() == 0:
             writer.writeheader()
         for job in yaml.safe_load(given.jobs.read_text()):
             for seed in job.get("seeds", [0]):
+                if (job["name"], str(seed)) in there:
+                    continue
                 if time.perf_counter() - began > given.seconds:
                     print("out of time", flush=True)
                     return

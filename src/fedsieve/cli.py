@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import fedsieve
+from fedsieve import launch
 from fedsieve.bench.commands import app as bench_app
 from fedsieve.config import load_config, parse_config
 from fedsieve.errors import FedsieveError, did_you_mean
@@ -64,10 +65,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only th
 
 
 @app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _top(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         console.print(fedsieve.__version__, highlight=False)
         raise typer.Exit
+    if launch.ranks() > 1 and context.invoked_subcommand not in ("run", "resume", "demo"):
+        raise FedsieveError(
+            f"torchrun started {launch.ranks()} processes, but only run, resume and demo share their work among them. Start "
+            f"`fedsieve {context.invoked_subcommand or ''}` without torchrun"
+        )
 
 
 @app.command()
@@ -107,6 +115,8 @@ def run(
 
 def _run(experiment: "Experiment", out: Path | None, dry_run: bool, quiet: bool) -> None:
     if dry_run:
+        if launch.rank():
+            return
         from fedsieve.runner.experiment import check_free
         from fedsieve.runner.plan import plan
 
@@ -475,7 +485,7 @@ def study(
             "--out",
             "-o",
             metavar="DIR",
-            help="The study folder, new or begun. Default: studies/NAME.",
+            help="The study folder, new or begun. Default: runs/study-NAME.",
             show_default=False,
         ),
     ] = None,
@@ -500,6 +510,10 @@ def study(
     ] = False,
     show_rows: Annotated[bool, typer.Option("--list", help="Print the rows and stop.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only write tables and page of what is in DIR.")] = False,
+    limit: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="SECONDS", help="Stop after so long, also inside a run.", show_default=False),
+    ] = None,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep checkpoints, and every seed's weights and clients' masks.")
     ] = False,
@@ -524,11 +538,11 @@ def study(
         return
     from fedsieve.study.grid import run_study, show_study
 
-    folder = out or Path("studies") / (f"{name}-smoke" if smoke else name)
+    folder = out or Path("runs") / (f"study-{name}-smoke" if smoke else f"study-{name}")
     if show:
         page = show_study(name, folder, seeds)
     else:
-        page = run_study(chosen, folder, some, 1 if smoke else seeds, console, quiet, keep_all)
+        page = run_study(chosen, folder, some, 1 if smoke else seeds, console, quiet, keep_all, limit)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 
 
@@ -579,13 +593,16 @@ def main(arguments: list[str] | None = None, call: Callable[..., Any] = app) -> 
     try:
         call(args=arguments)
     except FedsieveError as error:
-        Console(stderr=True).print("[bold red]error:[/] ", end="")
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
     except OSError as error:
+        _fail(f"{error.filename or 'the disk'}: {error.strerror or error}", 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    if launch.speaks():
         Console(stderr=True).print("[bold red]error:[/] ", end="")
-        print(f"{error.filename or 'the disk'}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(1)
+        print(message, file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

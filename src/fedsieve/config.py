@@ -633,8 +633,10 @@ class Experiment(Strict):
     federation: Federation | None = Field(None, description="absent: training is central")
     message: Message = Message()
     privacy: Privacy = Privacy()
-    executor: Literal["auto", "sequential", "stacked"] = Field(
-        "auto", description="how a cohort trains; auto: stacked on a GPU, sequential on a CPU"
+    executor: Literal["auto", "sequential", "stacked", "distributed"] = Field(
+        "auto",
+        description="how a cohort trains; auto: stacked on a GPU, sequential on a CPU; distributed: so on every process that "
+        "torchrun starts, and stacked wherever clients_at_once is given",
     )
     clients_at_once: Positive | None = Field(None, description="stacked: default, as many as fit in memory")
     compile: Literal["auto", "eager", "graph", "full"] = Field(

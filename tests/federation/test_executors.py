@@ -1,11 +1,14 @@
 """The executors agree with each other, and the sequential one with torch's own optimizer on plain modules."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from fedsieve.config import Correction, Data, Local, Model, Optimizer
@@ -13,7 +16,7 @@ from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor
-from fedsieve.federation.stack import Stack
+from fedsieve.federation.stack import Stack, gelu
 from fedsieve.federation.work import local_work
 from fedsieve.model.build import build_classifier
 from fedsieve.model.space import ParamSpace
@@ -209,6 +212,31 @@ def test_steps_take_batches_from_as_many_epochs_as_they_need():
     other = local_work(0, np.arange(7), Local(steps=2), 4, task.feed, 1, "stage", 1)
     assert (again.examples != other.examples).any()
     assert local_work(0, np.arange(7), Local(epochs=4), 4, task.feed, 1, "s", 0, share=0.25).steps == 2
+
+
+def test_stacked_weights_have_the_type_that_autocast_computes_in():
+    """Another one would be cast in every step, and together with it make sums as wide as float32."""
+    task = replace(make_task(double=False), autocast=lambda: torch.autocast("cpu", torch.float16))
+    stack = Stacked(task, None, clients=2, batch=3).stack
+    norms = [name for name in stack.leaves if "norm" in name]
+    assert norms and {stack.leaves[name].dtype for name in norms} == {torch.float32}
+    assert {leaf.dtype for name, leaf in stack.leaves.items() if name not in norms} == {torch.float16}
+    with task.autocast(), torch.no_grad():
+        seen = []
+        task.model.backbone.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+        stack(torch.cat([task.feed.batch(np.arange(3))[0]] * 2))
+    assert seen == [torch.float16]
+
+
+@given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20))
+def test_the_quick_gelu_and_its_gradient_are_those_of_torch(values):
+    inputs = torch.tensor(values, requires_grad=True)
+    pairs = []
+    for function in (gelu, F.gelu):
+        outputs = function(inputs)
+        pairs.append((outputs.detach(), *torch.autograd.grad(outputs.sum(), inputs)))
+    for own, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-6, atol=2e-6)
 
 
 def test_checking_whether_a_network_stacks_compiles_nothing():

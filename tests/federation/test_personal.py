@@ -13,7 +13,7 @@ from fedsieve import resume, run
 from fedsieve.config import parse_config
 from fedsieve.data.partitions import Shards, client_accuracies, label_weights
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.calibrate import client_mask
+from fedsieve.federation.calibrate import client_masks
 from fedsieve.federation.personal import PersonalModels, norm_names, spread
 from fedsieve.federation.population import Population
 from fedsieve.federation.rounds import Federated
@@ -123,7 +123,7 @@ def test_a_method_moves_what_it_says_and_leaves_the_model_as_it_was(federated, r
         if method == "local":
             assert not apart[~mask.to_bool()].any() and apart.any()
         if method == "mask":
-            own = client_mask(found.context, found.experiment.mask, found.space, client, "personal")
+            own = next(client_masks(found.context, found.experiment.mask, found.space, [client], "personal"))
             assert own != mask and not apart[~own.to_bool()].any()
     other = personal(found, [3, 6], mask)
     assert other.accuracies(method).tolist() == pytest.approx(accuracy[[3, 6]].tolist())
@@ -159,7 +159,7 @@ def test_clients_with_masks_of_their_own_keep_them(federated, running):
         if bits is not None:
             mask = Mask(found.space, bits.numpy())
         else:
-            mask = client_mask(found.context, found.experiment.mask, found.space, client, "personal")
+            mask = next(client_masks(found.context, found.experiment.mask, found.space, [client], "personal"))
         apart = found.space.flatten(weights) != before
         assert apart.any() and not apart[~mask.to_bool()].any()
     assert 0 < known < 8

@@ -1,5 +1,6 @@
 """Runs that share what they load must give what runs alone give."""
 
+import functools
 import json
 
 import pytest
@@ -63,3 +64,22 @@ def test_what_differs_is_not_taken_for_the_same(tiny, tmp_path, change):
     run(tiny(change), tmp_path / "shared", shared=shared, page=False)
     run(tiny(change), tmp_path / "alone", page=False)
     assert results(tmp_path / "shared") == results(tmp_path / "alone")
+
+
+def test_a_network_is_compiled_once_whatever_seed_mask_and_rate(tiny, tmp_path, monkeypatch):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    shared, stacked = Shared(), ("executor=stacked", "compile=full", "mask.scope=shared", "mask.kinds=all")
+    changes = [(), ("seed=4",), ("mask.rule=random", "stages.backbone.optimizer.lr=0.01"), ("mask.scope=client",)]
+    for number, change in enumerate(changes):
+        run(tiny(*FEDERATED, *stacked, *change), tmp_path / str(number), shared=shared, page=False)
+    networks = [graph for graph in graphs if len(list(graph.graph.nodes)) > 20]  # the others are heads on features
+    assert len(networks) == 1 and len(graphs) <= 2
+    run(tiny(*FEDERATED, *stacked, "compile=eager"), tmp_path / "eager", page=False)
+    losses = [[row["train_loss"] for row in results(tmp_path / name)[0]] for name in ("0", "eager")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

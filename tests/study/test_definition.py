@@ -57,6 +57,20 @@ def test_every_row_is_a_valid_experiment_and_so_is_what_chooses_its_settings(nam
             assert search.seed == 0 and search.data.val_fraction > 0 and not search.test
 
 
+def test_a_search_is_as_short_as_the_study_says_and_no_longer_than_its_row():
+    for rounds, length in (50, 15), (100, 15), (8, 8):
+        study = load_study("drift", [f"stages.backbone.rounds={rounds}"])
+        row = study.rows["fig6-rates/iid-random"]
+        assert (study.experiment(row, 0).stages[1].length, study.search(row, {}).stages[1].length) == (rounds, length)
+
+
+def test_what_a_search_leaves_out_no_override_brings_back():
+    study = load_study("personalization", ["federation.personal.clients=20"])
+    row = study.rows["full/nc5"]
+    assert study.experiment(row, 0).federation.personal.clients == 20
+    assert study.search(row, {}).federation.personal is None
+
+
 def test_every_reported_figure_belongs_to_a_row_that_is_shown_with_it():
     known = {(entry.id, entry.metric) for entry in load_reported()}
     assert len(known) == len(load_reported())
@@ -111,6 +125,9 @@ def test_a_wrong_definition_is_refused_with_the_place(own, old, new, said):
     [
         ("data.size=16", True, True),
         ("federation.cohort=0.5", False, True),
+        ("federation.partition.nc=3", False, False),  # what makes the row this row
+        ("federation={}", False, False),
+        ("stages.all.local.epochs=9", False, False),
         ("message.up=int8", False, True),
         ("stages.all.epochs=3", True, False),
         ("stages.all.rounds=3", False, True),
@@ -121,8 +138,8 @@ def test_a_wrong_definition_is_refused_with_the_place(own, old, new, said):
 )
 def test_an_override_touches_the_rows_it_means_something_to(own, override, central, federated):
     study = own()
-    assert applies(study.rows["central"].tree, override) is central
-    assert applies(study.rows["iid/j1"].tree, override) is federated
+    assert applies(study.rows["central"], override) is central
+    assert applies(study.rows["iid/j1"], override) is federated
     given = own(OWN, override)
     if not central and not federated:
         with pytest.raises(FedsieveError, match="applies to none"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedsieve.config import Sieve
-from fedsieve.federation.calibrate import squares
+from fedsieve.federation.calibrate import client_scores
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.state import Context
 from fedsieve.federation.sums import Part, sum_over_clients
@@ -21,14 +21,15 @@ def tell_shares(context: Context, channel: Channel, space: ParamSpace, sieve: Si
     """Every client learns its share F_k / sum_j F_j of each weight that trains, and remembers it."""
     people, seed, stage = context.population, context.experiment.seed, channel.stage
     clients = people.trainer(np.arange(people.trainers)).tolist()
-    places = mask.indices()
 
     def parts() -> Iterator[Part]:
+        asked = []
         for client in clients:
             rows = generator(seed, "blend rows", stage, client).permutation(people.examples(client))
-            rows = rows[: sieve.fisher.samples]
-            part, count = squares(context, space, sieve, context.train, mask, 0, rows, stage, "blend", client)
-            own = (part[places.to(part.device)] / count).float()
+            asked.append((rows[: sieve.fisher.samples], (stage, "blend", client)))
+        parts = client_scores(context, space, sieve, mask, 0, asked)
+        for client, (part, count) in zip(clients, parts, strict=True):
+            own = (part / count).float()
             context.store.put(client, round, **{f"{stage}.share": own})
             yield client, own, count
 

@@ -1,6 +1,8 @@
 """Masks across clients: one from their summed scores, one that the server scores, one of each client's own; their tiers."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,14 +11,15 @@ from torch import Tensor, nn
 from fedsieve.config import Device, Sieve
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.channel import Channel
+from fedsieve.federation.distributed import spread
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import Part, sum_over_clients
+from fedsieve.federation.team import Batch, Desk, Request
 from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import attention_heads, can_last, select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
-from fedsieve.train.feed import Feed
 from fedsieve.train.sieve import Sensitivity, calibrated, scorer, squared_gradients, taking_part
 
 
@@ -82,10 +85,13 @@ def _summed_scores(
     inform: Callable[[Sequence[int]], None],
 ) -> Sensitivity:
     """Scores as sums over some clients, who hear before each calibration round what is left to score."""
-    people, seed = context.population, context.experiment.seed
+    people = context.population
     count = min(sieve.clients or people.cohort_size, people.trainers)
-    rng = generator(seed, "calibration cohort", *address)
+    rng = generator(context.experiment.seed, "calibration cohort", *address)
     scoring = people.trainer(np.sort(rng.choice(people.trainers, count, replace=False))).tolist()
+    asked = [
+        (_rows(context, client, -(-sieve.fisher.samples // count), *address), (*address, client)) for client in scoring
+    ]
     known: Mask | None = None
 
     def sensitivity(active: Mask, number: int) -> Tensor:
@@ -97,11 +103,9 @@ def _summed_scores(
         known, places = active, active.indices()
 
         def parts() -> Iterator[Part]:
-            for client in scoring:
-                rows = generator(seed, "fisher rows", *address, client).permutation(people.examples(client))
-                rows = rows[: -(-sieve.fisher.samples // count)]
-                part, n = squares(context, space, sieve, context.train, active, number, rows, *address, client)
-                yield client, part[places.to(part.device)].float(), n
+            found = client_scores(context, space, sieve, active, number, asked)
+            for client, (part, n) in zip(scoring, found, strict=True):
+                yield client, part.float(), n
 
         total, seen = sum_over_clients(channel, "scores", round, active, parts())
         scores = torch.zeros(space.size)
@@ -117,38 +121,91 @@ def _public_scores(context: Context, space: ParamSpace, sieve: Sieve, address: t
     rows = generator(context.experiment.seed, "fisher rows", *address).permutation(len(held))[: sieve.fisher.samples]
 
     def sensitivity(active: Mask, number: int) -> Tensor:
-        part, seen = squares(context, space, sieve, held, active, number, rows, *address)
+        part, seen = squared_gradients(
+            sieve, context.model, space, held, active, number, rows, context.autocast, context.experiment.seed, *address
+        )
         return (part / seen).float().cpu()
 
     return sensitivity
 
 
-def client_mask(context: Context, sieve: Sieve, space: ParamSpace, client: int, *address: int | str) -> Mask:
-    """The mask that a client calibrates on its own images, at the weights that the model has."""
-    seed, address = context.experiment.seed, (*address, client)
-    rows = generator(seed, "fisher rows", *address).permutation(context.population.examples(client))
-    rows = rows[: sieve.fisher.samples]
-
-    def sensitivity(active: Mask, number: int) -> Tensor:
-        part, seen = squares(context, space, sieve, context.train, active, number, rows, *address)
-        return (part / seen).float()
-
-    return calibrated(sieve, context.model, space, scorer(sieve, context.model, space, sensitivity, seed, *address))
+Asked = tuple[np.ndarray, tuple[int | str, ...]]  # of a client: the images it scores, and the address of its draws
 
 
-def squares(
-    context: Context,
-    space: ParamSpace,
-    sieve: Sieve,
-    feed: Feed,
-    active: Mask,
-    number: int,
-    rows: np.ndarray,
-    *address: int | str,
-) -> tuple[Tensor, int]:
-    """The sum (D,) of squared gradients over `rows` of `feed`, and their number."""
-    model, autocast, seed = context.model, context.autocast, context.experiment.seed
-    return squared_gradients(sieve, model, space, feed, active, number, rows, autocast, seed, *address)
+@dataclass(frozen=True)
+class Score(Request):
+    """Sum up the squared gradients of the active weights over some clients' images."""
+
+    names: tuple[str, ...]
+    sieve: Sieve
+    active: np.ndarray  # the bits of a mask
+    number: int
+    asked: Sequence[Asked]
+
+    def perform(self, desk: Desk) -> Iterator[Batch]:
+        space = ParamSpace.of(desk.model, self.names)
+        active = Mask(space, self.active)
+        places = active.indices().to(desk.train.labels.device)
+        for rows, address in self.asked:
+            part, count = squared_gradients(
+                self.sieve, desk.model, space, desk.train, active, self.number, rows, desk.autocast, desk.seed, *address
+            )
+            yield part[None, places], torch.tensor([count], device=part.device)
+
+
+@dataclass(frozen=True)
+class Calibrate(Request):
+    """Make some clients masks of their own."""
+
+    names: tuple[str, ...]
+    sieve: Sieve
+    asked: Sequence[Asked]
+
+    def perform(self, desk: Desk) -> Iterator[Batch]:
+        sieve, model, space, seed = self.sieve, desk.model, ParamSpace.of(desk.model, self.names), desk.seed
+        for rows, address in self.asked:
+
+            def sensitivity(active: Mask, number: int, rows: np.ndarray = rows, address: Any = address) -> Tensor:
+                part, seen = squared_gradients(
+                    sieve, model, space, desk.train, active, number, rows, desk.autocast, seed, *address
+                )
+                return (part / seen).float()
+
+            mask = calibrated(sieve, model, space, scorer(sieve, model, space, sensitivity, seed, *address))
+            yield (torch.from_numpy(mask.bits.copy()).to(desk.train.labels.device)[None],)
+
+
+def client_scores(
+    context: Context, space: ParamSpace, sieve: Sieve, active: Mask, number: int, asked: Sequence[Asked]
+) -> Iterator[tuple[Tensor, int]]:
+    """Of each client, the sum of squared gradients of the active weights (k,), float64, and how many were added."""
+
+    def request(places: list[int]) -> Score:
+        return Score(space.names, sieve, active.bits, number, [asked[place] for place in places])
+
+    for _, (part, count) in spread(context, [len(rows) for rows, _ in asked], request, 8 * active.count):
+        assert part is not None and count is not None
+        yield part[0], int(count)
+
+
+def client_masks(
+    context: Context, sieve: Sieve, space: ParamSpace, clients: Sequence[int], *address: int | str
+) -> Iterator[Mask]:
+    """The masks that clients calibrate on their own images, at the weights that the model has."""
+    asked = [(_rows(context, client, sieve.fisher.samples, *address), (*address, client)) for client in clients]
+
+    def request(places: list[int]) -> Calibrate:
+        return Calibrate(space.names, sieve, [asked[place] for place in places])
+
+    for _, (bits,) in spread(context, [len(rows) for rows, _ in asked], request, space.size):
+        assert bits is not None
+        yield Mask(space, bits[0].cpu().numpy())
+
+
+def _rows(context: Context, client: int, count: int, *address: int | str) -> np.ndarray:
+    """The images that a client scores."""
+    rng = generator(context.experiment.seed, "fisher rows", *address, client)
+    return rng.permutation(context.population.examples(client))[:count]
 
 
 def nested_tiers(context: Context, sieve: Sieve, mask: Mask, ranks: Tensor) -> dict[float, Mask]:

@@ -68,10 +68,15 @@ class Trained:
 
 
 class Sequential:
-    """One client after another, with plain modules: slow, obvious, and what the other executor must equal."""
+    """One client after another, with plain modules: slow, obvious, and what the other executors must equal."""
+
+    clients = 1  # at once
 
     def __init__(self, task: Task, support: Tensor | None) -> None:
         self.task, self.support = task, support
+
+    def sync(self) -> None:
+        """Nothing to do: it trains the model itself."""
 
     def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
         """Each client's result, as soon as it is there."""
@@ -150,9 +155,9 @@ class Stacked:
 
     def _build(self, clients: int) -> None:
         task, self.clients = self.task, clients
-        kind = torch.get_autocast_dtype(task.theta.device.type)
+        kind = task.theta.device.type
         with task.autocast():
-            cast = kind if torch.is_autocast_enabled(task.theta.device.type) else None
+            cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.stack = Stack(
             task.model, task.space, self.support, clients, cast, task.optimizer.rescale is not None, task.speed
         )

@@ -16,8 +16,9 @@ from fedsieve.config import Correction, PersonalMethod, Sieve
 from fedsieve.data.partitions import label_weights
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.blending import blended
-from fedsieve.federation.calibrate import client_mask
-from fedsieve.federation.executors import Cohort, Stacked, Task, make_executor
+from fedsieve.federation.calibrate import client_masks
+from fedsieve.federation.distributed import cohort_executor
+from fedsieve.federation.executors import Cohort, Task
 from fedsieve.federation.population import Population
 from fedsieve.federation.state import Context
 from fedsieve.federation.work import local_work
@@ -29,6 +30,8 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, predict
+
+AT_A_TIME = 64  # clients that have a mask of their own in memory
 
 
 def chosen_clients(population: Population, count: int | None) -> np.ndarray:
@@ -109,17 +112,17 @@ class PersonalModels:
         start = theta.detach().clone() if support is None else theta.detach()[support]
         forward, optimizer = self._on(feed), settings.optimizer
         task = Task(forward, space, theta, feed, optimizer, Correction(), context.autocast, context.speed)
-        executor = make_executor(
-            context.executor,
+        executor = cohort_executor(
+            context,
             task,
             support,
-            min(context.experiment.clients_at_once or context.population.cohort_size, len(self.clients)),
+            len(self.clients),
+            context.experiment.clients_at_once or context.population.cohort_size,
             min(settings.batch_size, max(len(places) for places in self.places)),
-            context.say,
         )
-        first = 0
-        while first < len(self.clients):  # in groups, so that memory does not grow with the clients
-            group = range(len(self.clients))[first : first + (executor.clients if isinstance(executor, Stacked) else 1)]
+        everyone = range(len(self.clients))
+        step = AT_A_TIME if sieve else len(everyone)  # of masks that are there at a time
+        for group in (everyone[first : first + step] for first in everyone[::step]):
             works = [
                 local_work(
                     self.clients[number],
@@ -133,14 +136,14 @@ class PersonalModels:
                 )
                 for number in group
             ]
-            holds = None
-            if sieve is not None:
-                masks = [self._own_mask(method, sieve, space, self.clients[number]) for number in group]
-                holds = torch.stack([mask.to_bool(theta.device) for mask in masks])
+            masks = self._own_masks(method, sieve, space, [self.clients[number] for number in group]) if sieve else []
+
+            def holds(members: range, masks: list[Mask] = masks) -> Tensor | None:
+                return torch.stack([masks[place].to_bool(theta.device) for place in members]) if masks else None
+
             for trained in executor.train(Cohort(works, start, holds), optimizer.lr):
                 for place, moved in zip(trained.clients, trained.moved, strict=True):
                     yield group[place], start + moved
-            first = group.stop
 
     def _own_sieve(self, method: PersonalMethod) -> Sieve | None:
         """How clients make masks of their own; None where they train the same weights."""
@@ -148,12 +151,14 @@ class PersonalModels:
         sieve = self.context.experiment.mask_of(stage) if stage else None
         return sieve if sieve and (method == "mask" or sieve.scope == "client") else None
 
-    def _own_mask(self, method: PersonalMethod, sieve: Sieve, space: ParamSpace, client: int) -> Mask:
-        """By `mask` a new one; by `local` the one that the client had in the last stage, or a new one if it never trained."""
-        bits = self.context.store.get(client).get(f"{self.stage.name}.mask") if method == "local" else None
-        if bits is not None:
-            return Mask(space, bits.numpy())
-        return client_mask(self.context, sieve, space, client, "personal")
+    def _own_masks(self, method: PersonalMethod, sieve: Sieve, space: ParamSpace, clients: list[int]) -> list[Mask]:
+        """By `mask` new ones; by `local` those that clients had in the last stage, or new ones for those who never trained."""
+        name, store = f"{self.stage.name}.mask", self.context.store
+        kept = {client: store.get(client).get(name) for client in clients} if method == "local" else {}
+        masks = {client: Mask(space, bits.numpy()) for client, bits in kept.items() if bits is not None}
+        lacking = [client for client in clients if client not in masks]
+        masks |= zip(lacking, client_masks(self.context, sieve, space, lacking, "personal"), strict=True)
+        return [masks[client] for client in clients]
 
     @cached_property
     def _features(self) -> tuple[Feed, Feed]:

@@ -21,9 +21,10 @@ from fedsieve.config import Sieve, Stage
 from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation.attacks import instead
 from fedsieve.federation.blending import blended, tell_shares
-from fedsieve.federation.calibrate import client_mask, is_due, nested_tiers, one_mask, sieve_at
+from fedsieve.federation.calibrate import client_masks, is_due, nested_tiers, one_mask, sieve_at
 from fedsieve.federation.channel import EXACT
-from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor
+from fedsieve.federation.distributed import Distributed, cohort_executor
+from fedsieve.federation.executors import Cohort, Executor, Task, Trained
 from fedsieve.federation.secure import PAD, Losses, losses, secure_mean, zero_sum_mean
 from fedsieve.federation.server import after_new_mask, server_step
 from fedsieve.federation.state import Context, ServerState
@@ -77,7 +78,7 @@ class Federated:
         self.up = Coding(self.message.up, self.message.group, self.message.top_k)
         self.down = Coding(self.message.down, self.message.group)
         self.ready = False  # whether the mask is in use
-        self.executor: Executor | None = None
+        self.executor: Executor | Distributed | None = None
         self.tiers: dict[float, Mask] = {}
         self.works: dict[int, dict[int, Work]] = {}  # drawn ahead, by round and client
 
@@ -238,14 +239,16 @@ class Federated:
         ahead = self.works.pop(self.state.round, {})
         works = [ahead.get(client) or self._work(client, self.state.round) for client in clients]
         received = self._taken(self.theta.detach(), self.support).clone()
-        started = received  # by those who train now
+        if self.own_masks:
+            self._make_masks(clients)
+        blends: dict[int, Tensor] = {}  # by place, of those who train now
 
         def start(members: range) -> Tensor:
-            nonlocal started
-            if self.settings.blend:
-                mixed = [blended(self.context, received, clients[place], self.stage.name) for place in members]
-                started = torch.stack(mixed)
-            return started
+            if not self.settings.blend:
+                return received
+            for place in members:
+                blends[place] = blended(self.context, received, clients[place], self.stage.name)
+            return torch.stack([blends[place] for place in members])
 
         def holds(members: range) -> Tensor | None:
             return self._holds([clients[place] for place in members])
@@ -257,7 +260,7 @@ class Federated:
         for trained in self._running_executor().train(Cohort(works, start, holds, control), rate):
             self._look_ahead()
             if self.settings.blend:  # an update is counted from the weights that were sent, not from a blend of them
-                trained.moved += started - received
+                trained.moved += torch.stack([blends.pop(place) for place in trained.clients]) - received
             effort.add(trained.sums, self._spans, trained.moved)  # waits for the device
             effort.seconds += time.perf_counter() - clock
             members = [clients[place] for place in trained.clients]
@@ -485,19 +488,20 @@ class Federated:
             yield (held & ~before).nonzero().flatten().numpy(), holders
             before = held
 
-    def _own_mask(self, client: int) -> Mask:
-        """The mask that a client calibrated when it first took part, on its own images and the weights it received."""
-        memory = self.context.store.get(client)
-        name = f"{self.stage.name}.mask"
-        if name not in memory:
-            assert self.sieve is not None
-            clock = time.perf_counter()
-            mask = client_mask(self.context, self.sieve, self.space, client, self.stage.name)
-            self.state.calibration_seconds += time.perf_counter() - clock
-            memory = {name: torch.from_numpy(mask.bits.copy())}
-            self.context.store.put(client, self.state.round, **memory)
+    def _make_masks(self, clients: Sequence[int]) -> None:
+        """Have newcomers calibrate masks of their own, on their own images and the weights that they received."""
+        assert self.sieve is not None
+        name, clock = f"{self.stage.name}.mask", time.perf_counter()
+        lacking = [client for client in clients if name not in self.context.store.get(client)]
+        masks = client_masks(self.context, self.sieve, self.space, lacking, self.stage.name)
+        for client, mask in zip(lacking, masks, strict=True):
+            self.context.store.put(client, self.state.round, **{name: torch.from_numpy(mask.bits.copy())})
             self.context.keep_mask(f"client-{client}", mask)
-        return self._as_mask(memory[name])
+        self.state.calibration_seconds += time.perf_counter() - clock
+
+    def _own_mask(self, client: int) -> Mask:
+        """The mask that a client calibrated when it first took part."""
+        return self._as_mask(self.context.store.get(client)[f"{self.stage.name}.mask"])
 
     def _grow(self, clients: Sequence[int]) -> None:
         """After clients with masks of their own answered, all their weights may have moved."""
@@ -625,22 +629,20 @@ class Federated:
         own = self.context.store.get(client, self.device).get(name)
         return torch.zeros_like(self.control) if own is None else own
 
-    def _running_executor(self) -> Executor:
+    def _running_executor(self) -> Executor | Distributed:
         if self.executor is None:
-            sizes = self.population.sizes
-            clients = self.state.clients_at_once or self.experiment.clients_at_once or self.population.cohort_size
-            self.executor = make_executor(
-                self.context.executor,
+            self.executor = cohort_executor(
+                self.context,
                 self.task,
                 self.support,
-                min(clients, self.population.cohort_size),
-                min(self.stage.batch_size, int(sizes.max())),
-                self.context.say,
+                self.population.cohort_size,
+                self.state.clients_at_once or self.experiment.clients_at_once,
+                min(self.stage.batch_size, int(self.population.sizes.max())),
             )
-        if isinstance(self.executor, Stacked):
+        if self.executor.clients > 1 or self.state.clients_at_once:  # stacked; fewer than before, where memory ran out
             self.state.clients_at_once = self.executor.clients
-            if self.moved is not self.mask:
-                self.executor.sync()
+        if self.moved is not self.mask:
+            self.executor.sync()
         return self.executor
 
     # --- up -------------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Stack:
             own = [name for name, _ in module.named_parameters(recurse=False)]
             names = {name: f"{path}.{name}".lstrip(".") for name in own}
             if self.cast is not None and type(module) is nn.GELU and module.approximate == "none":
-                forwards[module] = gelu
+                forwards[module] = self._gelu
                 continue
             make = next((make for kind, make in LAYERS if isinstance(module, kind)), None)
             if make is not None:
@@ -141,6 +141,10 @@ class Stack:
                 if name in self.leaves or self.cast is not None:
                     bare.append(name)
         return forwards, bare
+
+    def _gelu(self, inputs: Tensor) -> Tensor:
+        """In the shape of the products before and behind, whose bias it is fused with."""
+        return as_images(gelu(as_rows(inputs, self.clients)), inputs)
 
     def weight(self, name: str, rank: int) -> Tensor:
         """A parameter ready to broadcast against (clients, rows, ...): its stacked leaf, or the model's shared one."""
@@ -188,27 +192,39 @@ class Stack:
                 leaf.copy_(before[name])
 
 
-class _AddBias(torch.autograd.Function):
-    """(clients, rows, features) + (clients, 1, features), whose gradient by the bias is a product with ones.
+class _Product(torch.autograd.Function):
+    """rows @ weight.T + bias for every client, with gradients made as a compiler and the optimizer want them.
 
-    A compiler that sees a sum there fuses it with what made the gradient, and so makes that twice. The sum itself is not
-    baddbmm, which first writes the bias everywhere; a compiler moves it into what follows.
+    The gradient by the weight lies in memory as the weight does. That by the bias is a product with ones: a compiler that
+    sees a sum fuses it with what made the gradient, and so makes that twice. Forward, the bias is not baddbmm's, which
+    first writes it everywhere; a compiler moves the sum into what follows.
     """
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, bias: Tensor) -> Tensor:
-        return outputs + bias
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        outputs = rows @ weight.mT
+        return outputs if bias is None else outputs + bias
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (gradient,) = gradients
-        return gradient, gradient.new_ones(len(gradient), 1, gradient.shape[1]) @ gradient
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, weight), (gradient,) = ctx.saved_tensors, gradients
+        by_rows, by_weight, by_bias = ctx.needs_input_grad
+        return (
+            gradient @ weight if by_rows else None,
+            gradient.mT @ rows if by_weight else None,
+            gradient.new_ones(len(gradient), 1, gradient.shape[1]) @ gradient if by_bias else None,
+        )
 
 
-def add_bias(outputs: Tensor, bias: Tensor) -> Tensor:
-    """Outputs (clients, rows, features) of a linear layer plus its bias: (clients, 1, features), or a frozen (features,)."""
-    bias = bias.to(outputs.dtype)
-    return _AddBias.apply(outputs, bias) if bias.requires_grad else outputs + bias
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> Tensor:
+    """A linear layer on rows (clients, rows, features).
+
+    Its weight is (clients, out, features) and its bias (clients, 1, out), or they are frozen ones that all clients share.
+    Autocast, to `cast`, does not look inside a custom function.
+    """
+    kind = cast or weight.dtype
+    return _Product.apply(rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind))
 
 
 class _Gelu(torch.autograd.Function):
@@ -236,19 +252,30 @@ def gelu(inputs: Tensor) -> Tensor:
 
 def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
     """The share of the normal distribution below x, to 1e-7 (Abramowitz and Stegun 1964, 7.1.26), and its density at x."""
-    bell = torch.exp(-0.5 * x * x)
+    bell = torch.exp2(-0.5 * math.log2(math.e) * x * x)
     t = 1 / (1 + 0.3275911 * math.sqrt(0.5) * x.abs())
     tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t * bell / 2
     return torch.where(x < 0, tail, 1 - tail), bell / math.sqrt(2 * math.pi)
 
 
+def as_rows(inputs: Tensor, clients: int) -> Tensor:
+    """(clients * batch, ..., features) as (clients, rows, features).
+
+    In two steps, as `as_images` is: a compiler that is to see through one sometimes copies instead, once for every use.
+    """
+    return inputs.unflatten(0, (clients, -1)).flatten(1, -2)
+
+
+def as_images(rows: Tensor, like: Tensor) -> Tensor:
+    """(clients, rows, features) in the shape of `like`, but for the features."""
+    return rows.unflatten(1, (len(like) // len(rows), *like.shape[1:-1])).flatten(0, 1)
+
+
 def _linear(module: nn.Linear, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        rows = inputs.reshape(stack.clients, -1, inputs.shape[-1])
-        outputs = rows @ stack.weight(names["weight"], 2).mT
-        if "bias" in names:
-            outputs = add_bias(outputs, stack.weight(names["bias"], 2))
-        return outputs.reshape(*inputs.shape[:-1], -1)
+        bias = stack.weight(names["bias"], 2) if "bias" in names else None
+        weight = stack.weight(names["weight"], 2)
+        return as_images(product(as_rows(inputs, stack.clients), weight, bias, stack.cast), inputs)
 
     return forward
 
@@ -291,8 +318,7 @@ def _conv(module: nn.Conv2d, stack: Stack, names: dict[str, str]) -> Callable[[T
             tiles = inputs.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))  # (N, in, rows, high, columns, wide)
             rows, columns = tiles.shape[2], tiles.shape[4]
             flat = tiles.permute(0, 2, 4, 1, 3, 5).reshape(clients, -1, weight[0, 0].numel())
-            outputs = flat @ weight.flatten(2).mT
-            outputs = outputs if bias is None else add_bias(outputs, bias)
+            outputs = product(flat, weight.flatten(2), bias, stack.cast)
             return outputs.reshape(-1, rows, columns, weight.shape[1]).permute(0, 3, 1, 2)
         grouped = inputs.unflatten(0, (clients, -1)).transpose(0, 1).flatten(1, 2)
         outputs = F.conv2d(

@@ -11,6 +11,7 @@ from fedsieve.config import Experiment
 from fedsieve.federation.channel import Channel
 from fedsieve.federation.population import Population
 from fedsieve.federation.store import ClientStore
+from fedsieve.federation.team import Team
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account
@@ -102,12 +103,13 @@ class Context:
     validation: Feed
     autocast: Autocast
     speed: Speed
-    executor: str  # sequential or stacked
+    executor: str  # of one process: sequential or stacked
     ledger: Ledger
     store: ClientStore
     account: Account | None = None  # under differential privacy
     say: Callable[[str], None] = lambda _: None
     keep_mask: Callable[[str, Mask], None] = lambda *_: None  # a name without the stage's, and a new mask
+    team: Team | None = None  # the ranks that share the work; None: this process is alone
 
     def channel(self, stage: str, device: torch.device) -> Channel:
         """The wire of one stage."""

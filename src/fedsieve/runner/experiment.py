@@ -22,10 +22,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fedsieve import launch
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.state import Context, ServerState
+from fedsieve.federation.team import LostRank, Team
 from fedsieve.files import write_atomic, write_json
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, build_classifier
@@ -46,6 +48,7 @@ from fedsieve.runner.federated import (
     write_clients,
 )
 from fedsieve.runner.progress import Display
+from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
 from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
 from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
@@ -68,9 +71,13 @@ def run(
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
     Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of one
-    process may hand what they loaded from one to the next in `shared`.
+    process may hand what they loaded from one to the next in `shared`. Under torchrun, ranks other than 0 help rank 0, and
+    end here when it ends.
     """
     folder, display = Path(folder), display or Display.silent()
+    check_launch(experiment)
+    if launch.rank():
+        help_out(experiment)
     check_free(folder)
     preflight(experiment, shared)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
@@ -106,10 +113,17 @@ def resume(
     folder, display = Path(folder), display or Display.silent()
     experiment = read_experiment(folder)
     if (summary := _read_json(folder / "summary.json")) and "stages" in summary:
+        if launch.rank():
+            raise SystemExit
         display.say(f"{folder}: this run is finished")
         if page:
             _write_page(folder)
         return summary
+    check_launch(experiment, resumed=True)
+    if launch.rank():
+        help_out(experiment)
+    if experiment.executor == "distributed" and launch.ranks() == 1:
+        display.say("executor: distributed, but this process is alone: it trains all clients itself")
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
@@ -141,23 +155,25 @@ def read_experiment(folder: Path) -> Experiment:
 def _execute(
     experiment: Experiment, folder: Path, display: Display, page: bool, shared: Shared | None
 ) -> dict[str, Any]:
-    with _only_process(folder), _stop_signals() as signals, display:
+    with leading(experiment) as team, _only_process(folder), _stop_signals() as signals, display:
         try:
-            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False)).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), team).go()
             if page:
                 _write_page(folder)
             return summary
         except KeyboardInterrupt:
             raise FedsieveError(
-                f"stopped. {_intact(folder)}`fedsieve resume {folder}` goes on",
+                f"stopped. {_intact(folder)}`{launch.command()} resume {folder}` goes on",
                 128 + (signals.received or signal.SIGINT),
             ) from None
+        except LostRank as error:
+            raise FedsieveError(f"{error}. {_intact(folder)}`{launch.command()} resume {folder}` goes on", 1) from None
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
             raise FedsieveError(
                 f"{error.filename or folder}: the disk is full ({error.strerror}). {_intact(folder)}Make room, then "
-                f"`fedsieve resume {folder}`",
+                f"`{launch.command()} resume {folder}`",
                 1,
             ) from None
 
@@ -171,10 +187,16 @@ class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
     def __init__(
-        self, experiment: Experiment, folder: Path, display: Display, signals: "_Signals", shared: Shared
+        self,
+        experiment: Experiment,
+        folder: Path,
+        display: Display,
+        signals: "_Signals",
+        shared: Shared,
+        team: Team | None,
     ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
-        self.shared = shared
+        self.shared, self.team = shared, team
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -193,8 +215,9 @@ class _Run:
         if self.experiment.threads is not None:
             torch.set_num_threads(self.experiment.threads)
         device, environment = choose_device(self.experiment.device), self.folder / "environment.json"
+        check_ranks(self.experiment, device, _read_json(environment).get("ranks"))
         if not environment.exists():
-            write_json(environment, describe_environment(device))
+            write_json(environment, describe_environment(device) | {"ranks": launch.ranks()})
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         saved = load_newest(self.folder / "checkpoints", self.display.say)
@@ -221,7 +244,10 @@ class _Run:
                 self.memories[-1] if self.memories else None,
                 self.marks["config.yaml"],
                 self.given,
+                self.team,
             )
+            if self.team:
+                share(self.team, self.setup, self.marks)
             if not (self.folder / CLIENTS).exists():
                 write_clients(self.context.population, None, self.folder / CLIENTS)
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
@@ -361,7 +387,8 @@ class _Run:
             self._save()
         if signal_number is not None:
             raise FedsieveError(
-                f'stopped in stage "{stage.name}"; nothing is lost. `fedsieve resume {self.folder}` goes on from here',
+                f'stopped in stage "{stage.name}"; nothing is lost. `{launch.command()} resume {self.folder}` goes on '
+                "from here",
                 128 + signal_number,
             )
 

@@ -25,6 +25,7 @@ from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.store import ClientStore
 from fedsieve.federation.sums import check_numbers
+from fedsieve.federation.team import Team
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.build import OnFeatures, dense_names
@@ -70,6 +71,7 @@ def make_context(
     versions: Mapping[str, int] | None = None,
     mark: str = "",
     given: Mapping[str, Any] | None = None,
+    team: Team | None = None,
 ) -> Context:
     """What the federated stages share; the ledger goes on at `offset`, clients remember what `versions` names.
 
@@ -87,6 +89,10 @@ def make_context(
             rows = torch.from_numpy(population.examples(client)).to(labels.device)
             labels[rows] = label_flip(labels[rows], len(setup.class_names))
         setup.train = replace(setup.train, labels=labels)
+    if team and team.size > (cohort := population.cohort_size):
+        say(
+            f"executor: {team.size} ranks, but only {cohort} clients in a round: {team.size - cohort} have nothing to do"
+        )
     return Context(
         experiment=experiment,
         population=population,
@@ -101,6 +107,7 @@ def make_context(
         store=ClientStore(folder / "clients", versions),
         account=account,
         say=say,
+        team=team,
     )
 
 

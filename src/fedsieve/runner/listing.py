@@ -131,6 +131,7 @@ EXECUTORS = {
     "auto": "stacked on a GPU, sequential on a CPU",
     "sequential": "one client after another",
     "stacked": "all clients of a round at once, or as many as fit",
+    "distributed": "either of them on every process that torchrun starts",
 }
 AGGREGATORS = {
     "mean": "the mean, by `federation.weighting`",

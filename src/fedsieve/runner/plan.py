@@ -20,6 +20,7 @@ from fedsieve.report.html import size
 from fedsieve.runner.environment import device_name
 from fedsieve.runner.estimate import Estimate, People, context_bytes, estimate
 from fedsieve.runner.federated import populate
+from fedsieve.runner.ranks import check_launch
 from fedsieve.runner.setup import blank_model, preflight, split_rows
 from fedsieve.runner.tracking import make_trackers
 from fedsieve.train.sieve import check_sieve, taking_part
@@ -27,6 +28,7 @@ from fedsieve.train.sieve import check_sieve, taking_part
 
 def plan(experiment: Experiment) -> list[tuple[str, str]]:
     """Rows of (what, how much)."""
+    check_launch(experiment)
     device = preflight(experiment)
     make_trackers(experiment.tracking)
     data = experiment.data

@@ -69,7 +69,9 @@ def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.dev
 
 
 def chosen_executor(experiment: Experiment, device: torch.device) -> str:
-    """What trains a cohort: sequential or stacked."""
+    """What trains a cohort, on every rank: sequential or stacked."""
+    if experiment.executor == "distributed":
+        return "stacked" if device.type == "cuda" or experiment.clients_at_once else "sequential"
     if experiment.executor == "auto":
         return "stacked" if device.type == "cuda" else "sequential"
     return experiment.executor

@@ -100,6 +100,7 @@ class Row:
     search: Mapping[str, Any]
     seeds: int | None
     keep: bool
+    own: frozenset[str]  # the settings that make it this row, by dotted path
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ class Study:
         self._check_overrides(chosen)
         return chosen
 
+    @property
+    def looks_at_data(self) -> bool:
+        return any(figure.kind == "data" for section in self.spec.sections for figure in section.figures)
+
     def matching(self, pattern: str) -> list[Row]:
         """The rows that a pattern of the study's own means."""
         return [row for row in self.rows.values() if fnmatchcase(row.name, pattern)]
@@ -136,11 +141,17 @@ class Study:
 
     def search(self, row: Row, tried: Mapping[str, Any]) -> Experiment:
         """What is run to see how good some settings of a row are, on validation."""
-        tree = apply_overrides(row.tree, _overrides(row.search))
-        experiment = self._experiment(row, tree, 0, tried)
+        given = {**row.search, **self._search_lengths(row), **tried}
+        experiment = self._experiment(row, dict(row.tree), 0, given)
         held = experiment.data.val_fraction or SEARCH_FRACTION
         data = experiment.data.model_copy(update={"val_fraction": held})
         return experiment.model_copy(update={"data": data, "test": False, "test_curve": False})
+
+    def _search_lengths(self, row: Row) -> dict[str, int]:
+        """How long the stages of a search are: what the study says, and no longer than those of the row."""
+        rows = {stage.name: stage.length for stage in self.experiment(row, 0).stages}
+        lengths = {key: value for key, value in row.search.items() if key.endswith((".rounds", ".epochs"))}
+        return {key: min(value, rows[key.split(".")[1]]) for key, value in lengths.items()}
 
     def tune(self, row: Row, experiment: Experiment) -> dict[str, list[Any]]:
         """What is tried for a row, by setting. In miniature only the first row of a group chooses, between two."""
@@ -157,7 +168,7 @@ class Study:
     def _experiment(self, row: Row, tree: dict[str, Any], seed: int, chosen: Mapping[str, Any]) -> Experiment:
         tree = {"tracking": [], **(miniature(tree) if self.smoke else tree)}
         tree["name"] = f"{self.name}-{row.name}".replace("/", "-")
-        given = [override for override in self.overrides if applies(tree, override)]
+        given = [override for override in self.overrides if applies(row, override)]
         where = f"study {self.name}, row {row.name}"
         return make_experiment(tree, [*given, *_overrides(chosen), f"seed={seed}"], where)
 
@@ -165,7 +176,7 @@ class Study:
         for override in self.overrides:
             if override.partition("=")[0].strip() in ("seed", "name"):
                 raise FedsieveError(f"command line: {override}: a study sets the seeds and names of its rows itself")
-            if not any(applies(row.tree, override) for row in rows):
+            if not any(applies(row, override) for row in rows):
                 raise FedsieveError(f"command line: {override} applies to none of the chosen rows of {self.name}")
 
 
@@ -212,7 +223,7 @@ def _expanded(item: RowSpec, spec: StudySpec, file: str) -> list[Row]:
         tree = apply_overrides(tree, _overrides(settings))
         reported = [own["reported"]] if isinstance(own["reported"], str) else own["reported"]
         extra = {key: own[key] for key in ("tune", "search", "seeds", "keep")}
-        rows.append(Row(own["name"], label, tree, tuple(reported), **extra))
+        rows.append(Row(own["name"], label, tree, tuple(reported), **extra, own=frozenset(settings)))
     return rows
 
 
@@ -291,21 +302,28 @@ ROUNDS = {"rounds", "local", "budget", "warmup_rounds"}
 EPOCHS = {"epochs", "warmup_epochs"}
 
 
-def applies(tree: Mapping[str, Any], override: str) -> bool:
-    """Whether an override means something to a row: rounds to a federated one, `mask.rule` to one with a mask."""
-    first, *rest = override.partition("=")[0].strip().split(".")
-    central = tree.get("federation") is None
+def applies(row: Row, override: str) -> bool:
+    """Whether an override changes a row: not where it means nothing (rounds of central training, the rule of a mask that is
+    not there), and not what makes the row the one it is. How long a stage is may always be changed."""
+    path = override.partition("=")[0].strip()
+    first, *rest = path.split(".")
+    central = row.tree.get("federation") is None
+    length = first == "stages" and rest[1:] in (["rounds"], ["epochs"])
+    if not length and any(
+        f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in row.own - {"stages"}
+    ):
+        return False
     if first in FEDERATED:
         return not central
     if first == "mask":
-        return tree.get("mask") is not None
+        return row.tree.get("mask") is not None
     if first == "stages" and rest:
-        stages = {str(stage["name"]): stage for stage in tree["stages"]}
+        stages = {str(stage["name"]): stage for stage in row.tree["stages"]}
         stage = stages.get(rest[0])
         if stage is None:
             return rest[0].isdigit() and int(rest[0]) < len(stages)
-        length = ROUNDS | EPOCHS if stage.get("method") == "ridge" else ROUNDS if central else EPOCHS
-        return not (len(rest) > 1 and rest[1] in length)
+        never = ROUNDS | EPOCHS if stage.get("method") == "ridge" else ROUNDS if central else EPOCHS
+        return not (len(rest) > 1 and rest[1] in never)
     return True
 
 

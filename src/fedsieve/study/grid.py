@@ -5,9 +5,13 @@ What is finished is skipped, a killed run goes on inside, and a row of another c
 
 import contextlib
 import fcntl
+import gc
 import json
 import math
+import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +29,7 @@ from fedsieve.files import folder_atomic, write_json
 from fedsieve.randomness import generator
 from fedsieve.report.explore import write_exploration
 from fedsieve.report.html import duration
+from fedsieve.runner.environment import set_deterministic
 from fedsieve.runner.experiment import resume, run
 from fedsieve.runner.progress import Display, describe
 from fedsieve.runner.setup import preflight
@@ -98,8 +103,9 @@ def run_study(
     console: Console,
     quiet: bool = False,
     keep_all: bool = False,
+    limit: float | None = None,
 ) -> Path:
-    """Run what is not finished, and write the page, also when stopped on the way; gives the page."""
+    """Run what is not finished, for at most `limit` seconds, and write the page, also when stopped; gives the page."""
     display = GridDisplay(console, quiet)
     grid = Grid(study, out, rows, seeds, display, keep_all)
     check_folder(study, out)
@@ -107,8 +113,11 @@ def run_study(
     begin(study, out)
     with _only_process(out):
         try:
-            grid.run()
-            if any(figure.kind == "data" for section in study.spec.sections for figure in section.figures):
+            if not grid.run(limit):
+                display.say(
+                    f"time is up: {display.over} of {display.runs} runs are over. The same command goes on from here"
+                )
+            elif len(rows) == len(study.rows) and study.looks_at_data:
                 explore(study, out, display)
         finally:
             page = write_study(study, out, max(seeds, _seeds_there(out)))
@@ -145,6 +154,39 @@ def _only_process(out: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _alarm(limit: float | None) -> Iterator[threading.Event]:
+    """Stop as SIGTERM would after so many seconds: in a run it saves first, between two there is nothing to save.
+
+    The event tells that the time was up.
+    """
+    rung = threading.Event()
+
+    def ring() -> None:
+        rung.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def between(number: int, _: Any) -> None:
+        raise FedsieveError(
+            "stopped between two runs; nothing is lost. The same command goes on from here", 128 + number
+        )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield rung
+        return
+    before = {number: signal.signal(number, between) for number in (signal.SIGINT, signal.SIGTERM)}
+    timer = threading.Timer(limit or 0, ring)
+    timer.daemon = True
+    if limit is not None:
+        timer.start()
+    try:
+        yield rung
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Grid:
     """One process's work on a study folder."""
 
@@ -154,8 +196,20 @@ class Grid:
         self.study, self.out, self.rows, self.seeds = study, out, rows, seeds
         self.display, self.keep_all, self.shared = display, keep_all, Shared()
 
-    def run(self) -> None:
-        """All rows with the first seed, then all with the second, and so on: what is there early is there for every row."""
+    def run(self, limit: float | None = None) -> bool:
+        """All rows with the first seed, then all with the second, and so on: what is there early is there for every row.
+
+        Gives whether all could run in `limit` seconds.
+        """
+        with _alarm(limit) as rung:
+            try:
+                self._run_all()
+            except FedsieveError as error:
+                if not (rung.is_set() and error.exit_code == 128 + signal.SIGTERM):
+                    raise
+        return not rung.is_set()
+
+    def _run_all(self) -> None:
         images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
         costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
         with self.display.grid(self._planned(costs)):
@@ -169,6 +223,8 @@ class Grid:
         for row in self.rows:
             experiment = self.study.experiment(row, 0)
             preflight(experiment, self.shared)
+            if experiment.deterministic:
+                set_deterministic(True)  # before the first run that is not: cuBLAS reads it once
             if self.study.tune(row, experiment):
                 continue  # seen to when its settings are known
             for seed in range(min(self.seeds, row.seeds or self.seeds)):
@@ -237,6 +293,7 @@ class Grid:
                     f"stopped in {name}; nothing is lost. The same command goes on from here", error.exit_code
                 ) from None
             raise FedsieveError(f"{name}: {error}", error.exit_code) from None
+        gc.collect()  # a network in a cycle of references would hold on to the device's memory
         if not self.keep_all:
             slim(folder, weights=experiment.seed == 0, masks=experiment.seed == 0 or row.keep)
         self.display.done(f"{name}: {told}, {time.perf_counter() - began:.1f} s", size)
@@ -317,7 +374,7 @@ class GridDisplay(Display):
         return self  # a run begins: the bars are there already
 
     def __exit__(self, *_: Any) -> None:
-        pass
+        self.name = ""
 
     def say(self, text: str) -> None:
         """What a run says of itself would bury the grid's own lines."""
@@ -338,7 +395,7 @@ class GridDisplay(Display):
 
     def done(self, text: str, cost: float) -> None:
         """A run is over."""
-        self.name, self.spent = "", self.spent + cost
+        self.spent += cost
         self.skip(cost)
         left = self.ahead * (time.perf_counter() - self.began) / self.spent
         about = f"about {duration(left)} left" if self.ahead > 0 else "all done"

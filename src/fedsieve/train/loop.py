@@ -118,7 +118,9 @@ def train_stage(
         theta.grad.zero_()  # type: ignore[union-attr]
         inputs = train.inputs(*raw)
         with autocast():
-            logits = inner(inputs)
+            logits = (inner if len(labels) == stage.batch_size else forward)(
+                inputs
+            )  # a last, smaller batch: not worth compiling
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
         with torch.no_grad():
