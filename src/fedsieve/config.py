@@ -463,11 +463,17 @@ class Aggregator(Kinded):
     )
     m: Positive | None = Field(None, description="multi_krum: how many updates are averaged; default: all but f")
     limit: Rate | None = Field(None, description="norm_bound: the largest norm; default: the median of a round's")
+    mix: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="all but mean: how many clients of a round may be hostile. Every update first becomes the mean of its nearest "
+        "ones, all but so many: for clients that hold different data",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "Aggregator":
-        takes = {"trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m"), "norm_bound": ("limit",)}
-        _only_with(self, "kind", takes)
+        takes = {"median": (), "trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m")}
+        takes |= {"geometric_median": (), "norm_bound": ("limit",)}
+        _only_with(self, "kind", {kind: (*names, "mix") for kind, names in takes.items()})
         return self
 
 
@@ -575,7 +581,9 @@ class DP(Strict):
     noise_multiplier: NoiseMultiplier | None = Field(
         None, description="instead of epsilon: the noise's deviation, by clip_norm"
     )
-    delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="far below one in the number of clients")
+    delta: Annotated[float, Field(ge=1e-12, lt=1)] = Field(
+        1e-5, description="far below one in the number of clients; not below what can be accounted for"
+    )
     clip_norm: Rate = Field(description="the largest L2 norm of an update")
     scores: Noised | None = Field(None, description="of a mask from clients' scores, which the budget then pays for")
     statistics: Noised | None = Field(None, description="of a ridge head, which the budget then pays for")
@@ -1168,6 +1176,8 @@ def _sentence(problem: Any, keys: list[int | str], model: type[BaseModel]) -> st
         return f"{given!r} is not allowed.{did_you_mean(str(given), words)} Allowed: {', '.join(words)}"
     if kind == "value_error":
         return str(context["error"])
+    if kind == "model_type" and field is not None and (inner := _models_in(field.annotation)):
+        return f"should be a mapping, got {_kind(given)} {given!r}. Its keys: {', '.join(inner[0].model_fields)}"
     if kind.endswith("_type") or kind in ("int_from_float", "bool_parsing"):
         return f"{problem['msg'].removeprefix('Input ')}, got {_kind(given)} {given!r}"
     return f"{problem['msg'].removeprefix('Input ')}, got {given!r}"

@@ -375,11 +375,17 @@ class Federated:
             self._diverged(self.state.round)
 
     def _diverged(self, number: int) -> NoReturn:
-        name = self.stage.name
+        name, blame = self.stage.name, ""
+        if self.context.account is not None:
+            blame = (
+                ". The noise of privacy.dp may be the cause: a smaller clip_norm or a larger epsilon means less of it"
+            )
+        elif self.population.hostile and self.settings.aggregator.kind == "mean":
+            blame = ". Hostile clients may be the cause: federation.aggregator names rules that bear some"
         raise Diverged(
             f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
             f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
-            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm"
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm{blame}"
         )
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:

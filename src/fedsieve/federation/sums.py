@@ -130,7 +130,7 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
 
 def robust(rule: Aggregator) -> Robust:
     """What a robust rule is told."""
-    return Robust(rule.share, rule.f, rule.m, "median" if rule.limit is None else rule.limit)
+    return Robust(rule.share, rule.f, rule.m, rule.mix, "median" if rule.limit is None else rule.limit)
 
 
 def private_mean(
