@@ -242,9 +242,10 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
     status = {(line.client, line.round): line.status for line in ledger if line.what == "update"}
     assert status.pop((0, 2)) in ("late", "crash")
     assert status.pop((1, 2)) in ("late", "unavailable", "crash")  # as Flower found it out
-    assert status.pop((1, 3), "ok") in ("ok", "late", "unavailable", "crash")  # it may be on its way back
+    for number in (3, 4):  # it may be on its way back
+        assert status.pop((1, number), "ok") in ("ok", "late", "unavailable", "crash")
     assert status.pop((2, 3)) == "magic"
-    assert set(status.values()) == {"ok"} and {(client, 4) for client in range(3)} <= status.keys()
+    assert set(status.values()) == {"ok"} and {(0, 4), (2, 4)} <= status.keys()
     assert [record["round"] for record in records(folder)] == [1, 2, 3, 4]
 
 
