@@ -205,6 +205,69 @@ def resume(folder: RunFolder, quiet: Quiet = False) -> None:
 
 
 @app.command()
+def flower(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG.yaml", help="The experiment, or a run folder to go on with.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    out: Out = None,
+    sites: Annotated[
+        int | None, typer.Option(metavar="N", help="As federation.clients=N.", show_default=False, min=1)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="For partition kind `sites`: a folder with one folder of images for each site, in the order of their names.",
+            show_default=False,
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Sites that work at a time. Default: one for every core.", show_default=False, min=1
+        ),
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(metavar="S", help="Seconds that sites have for an answer.", min=1.0)
+    ] = 600.0,
+    to_app: Annotated[
+        Path | None,
+        typer.Option("--app", metavar="DIR", help="Write the app that `flwr run` takes, and stop.", show_default=False),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run an experiment on Flower: clients are sites that are asked over a network and keep their files themselves.
+
+    Without more, server and sites are simulated on this machine. With `--app`, the same is written as an app for a SuperLink
+    and SuperNodes on many machines: docs/flower.md shows it from the first key to the final report.
+    """
+    import importlib.util
+
+    for package in ("flwr", "ray"):
+        if importlib.util.find_spec(package) is None and (package == "flwr" or to_app is None):
+            raise FedsieveError(f"flower: the package {package} is missing: pip install 'fedsieve[flower]'")
+    begun = (config / "config.yaml").exists()
+    chosen = [*(overrides or []), *([f"federation.clients={sites}"] if sites else [])]
+    if begun and (chosen or out):
+        raise FedsieveError(f"{config} is a run that has begun: it goes on as it is, without overrides or --out")
+    experiment = load_config(config / "config.yaml" if begun else config, chosen)
+    if to_app is not None:
+        from fedsieve.flower.project import write_app
+
+        file = write_app(experiment, to_app, str((out or Path("runs") / experiment.name).absolute()), deadline)
+        console.print(f"app: {file}\n`flwr run {to_app} SUPERLINK` runs it", highlight=False, soft_wrap=True)
+        return
+    from fedsieve.flower.simulation import simulate
+
+    folder = config if begun else out or _free_folder(experiment.name)
+    _show_summary(simulate(experiment, folder, Console(quiet=quiet), data, processes, deadline), folder)
+
+
+@app.command()
 def sweep(
     config: ConfigFile,
     overrides: Overrides = None,

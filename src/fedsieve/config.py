@@ -62,7 +62,11 @@ def _only_with(model: BaseModel, choice: str, takes: Mapping[str, tuple[str, ...
 class Data(Strict):
     """Which images, how they are split and how they reach the model."""
 
-    source: str = Field("uoft-cs/cifar100", description="hub id, folder of parquet files or class folders, or digits")
+    source: str = Field(
+        "uoft-cs/cifar100",
+        description="hub id, folder of parquet files or class folders, or digits; of a server whose clients are sites: what it "
+        "holds to validate and test on, or none",
+    )
     subset: str | None = Field(None, description="configuration name of a hub dataset that has several")
     revision: str | None = Field(None, description="hub revision: branch, tag or commit")
     image_column: str | None = Field(None, description="found by itself when there is only one")
@@ -73,6 +77,10 @@ class Data(Strict):
         0.2, description="held out by a draw that ignores the seed, only where the source has no test split"
     )
     classes: list[int] | None = Field(None, description="keep only these classes, numbered as in the source")
+    class_names: Annotated[list[str], Field(min_length=2)] | None = Field(
+        None,
+        description="the label map, where a source may lack some classes; default: the classes of the source, sorted",
+    )
     size: Annotated[int, Field(ge=4, le=2048)] = 224
     transform: Transform = "resize"
     interpolation: Interpolation = "bicubic"
@@ -104,6 +112,10 @@ class Data(Strict):
             raise ValueError("test_split and train_split are the same: the test images would be trained on")
         if self.classes is not None and min(self.classes) < 0:
             raise ValueError("classes are numbered from 0")
+        if self.class_names is not None and len(set(self.class_names)) != len(self.class_names):
+            raise ValueError("class_names: one is named twice")
+        if self.source == "none" and self.class_names is None:
+            raise ValueError("source: none knows no classes: name them in class_names")
         return self
 
 
@@ -333,7 +345,9 @@ class Stage(Strict):
 class Partition(Strict):
     """Which client holds which training images."""
 
-    kind: Literal["iid", "classes", "dirichlet", "quantity", "natural"] = "iid"
+    kind: Literal["iid", "classes", "dirichlet", "quantity", "natural", "sites"] = Field(
+        "iid", description="sites: each client is elsewhere, with data of its own, as `fedsieve flower` has it"
+    )
     nc: Positive | None = Field(None, description="classes: how many each client holds; dirichlet: at most so many")
     alpha: Rate | None = Field(None, description="dirichlet, quantity: the smaller, the more skewed")
     min_size: Positive = Field(1, description="dirichlet, quantity: images every client has at least")
@@ -342,7 +356,7 @@ class Partition(Strict):
     @model_validator(mode="after")
     def _check(self) -> "Partition":
         skewed = ("alpha", "min_size")
-        takes = {"iid": (), "classes": ("nc",), "dirichlet": (*skewed, "nc"), "quantity": skewed}
+        takes = {"iid": (), "sites": (), "classes": ("nc",), "dirichlet": (*skewed, "nc"), "quantity": skewed}
         mine = takes.get(self.kind, ("column",))
         if mine and getattr(self, mine[0]) is None:
             raise ValueError(f"kind: {self.kind} needs {mine[0]}")
@@ -450,11 +464,17 @@ class Aggregator(Kinded):
     )
     m: Positive | None = Field(None, description="multi_krum: how many updates are averaged; default: all but f")
     limit: Rate | None = Field(None, description="norm_bound: the largest norm; default: the median of a round's")
+    mix: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="all but mean: how many clients of a round may be hostile. Every update first becomes the mean of its nearest "
+        "ones, all but so many: for clients that hold different data",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "Aggregator":
-        takes = {"trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m"), "norm_bound": ("limit",)}
-        _only_with(self, "kind", takes)
+        takes = {"median": (), "trimmed_mean": ("share",), "krum": ("f",), "multi_krum": ("f", "m")}
+        takes |= {"geometric_median": (), "norm_bound": ("limit",)}
+        _only_with(self, "kind", {kind: (*names, "mix") for kind, names in takes.items()})
         return self
 
 
@@ -514,6 +534,8 @@ class Federation(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Federation":
+        if self.clients is None and self.partition.kind == "sites":
+            raise ValueError("clients: say how many sites there are")
         if self.clients is not None and self.partition.kind == "natural":
             raise ValueError("a natural partition brings its own number of clients: drop clients")
         if self.devices and abs(sum(device.share for device in self.devices) - 1) > 1e-6:
@@ -560,7 +582,9 @@ class DP(Strict):
     noise_multiplier: NoiseMultiplier | None = Field(
         None, description="instead of epsilon: the noise's deviation, by clip_norm"
     )
-    delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="far below one in the number of clients")
+    delta: Annotated[float, Field(ge=1e-12, lt=1)] = Field(
+        1e-5, description="far below one in the number of clients; not below what can be accounted for"
+    )
     clip_norm: Rate = Field(description="the largest L2 norm of an update")
     scores: Noised | None = Field(None, description="of a mask from clients' scores, which the budget then pays for")
     statistics: Noised | None = Field(None, description="of a ridge head, which the budget then pays for")
@@ -692,6 +716,14 @@ class Experiment(Strict):
         self._check_parts()
         if self.federation is not None:
             self._check_federation(self.federation)
+        if self.data.source == "none" and not self.own_images:
+            raise ValueError(
+                "data.source: none is for a server whose clients hold the images: partition: {kind: sites}"
+            )
+        if self.own_images and self.data.normalize == "data":
+            raise ValueError("data.normalize: data would differ from site to site: say imagenet or half")
+        if self.data.source == "none" and self.test_curve:
+            raise ValueError("test_curve needs images to test on, and data.source is none")
         if self.model.weights == "digits" and self.data.source != "digits":
             raise ValueError('model.weights is "digits", which goes only with data.source: digits')
         return self
@@ -780,6 +812,11 @@ class Experiment(Strict):
             raise ValueError(f"mask.clients says how many score a shared mask, and mask.scope is {sieve.scope}")
         if sieve.clients and not sieve.scored:
             raise ValueError(f"mask.clients says how many score, and mask.rule {sieve.rule} needs no scores of theirs")
+
+    @property
+    def own_images(self) -> bool:
+        """Whether clients are sites with images of their own, and do not share out one source."""
+        return self.federation is not None and self.federation.partition.kind == "sites"
 
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""
@@ -1140,6 +1177,8 @@ def _sentence(problem: Any, keys: list[int | str], model: type[BaseModel]) -> st
         return f"{given!r} is not allowed.{did_you_mean(str(given), words)} Allowed: {', '.join(words)}"
     if kind == "value_error":
         return str(context["error"])
+    if kind == "model_type" and field is not None and (inner := _models_in(field.annotation)):
+        return f"should be a mapping, got {_kind(given)} {given!r}. Its keys: {', '.join(inner[0].model_fields)}"
     if kind.endswith("_type") or kind in ("int_from_float", "bool_parsing"):
         return f"{problem['msg'].removeprefix('Input ')}, got {_kind(given)} {given!r}"
     return f"{problem['msg'].removeprefix('Input ')}, got {given!r}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
+def write_atomic(path: Path, content: bytes | str, private: bool = False) -> None:
     """Write a file so that a reader, or a kill at any moment, sees the old content or the new, never a part."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -21,8 +21,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files private; a result is as readable as any other file of the user's.
-        os.chmod(temporary, 0o666 & ~_umask())
+        if not private:  # as mkstemp makes it; a result is as readable as any other file of the user's
+            os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from PIL import Image
 
 import fedsieve.data.sources as sources
 from fedsieve.config import Data
-from fedsieve.data.sources import count_images, keep_classes, kind_of, load_images
+from fedsieve.data.sources import count_images, keep_classes, kind_of, load_images, survey
 from fedsieve.data.store import ImageStore, to_rows
 from fedsieve.errors import FedsieveError
 
@@ -79,6 +79,18 @@ def test_folders_of_images_by_class(tmp_path, data):
     assert train.labels.tolist() == [0] * 4 + [1] * 4
     np.testing.assert_array_equal(train.images[5].numpy(), picture(101).transpose(2, 0, 1))
     assert count_images(data(tmp_path / "set")) == (8, 4, 2, 108)
+
+
+def test_a_label_map_numbers_classes_and_refuses_others_before_and_after_decoding(tmp_path, data):
+    make_folders(tmp_path / "set", [f"{name}/{number}.png" for name in ("cat", "dog") for number in range(3)])
+    config = data(tmp_path / "set", test_fraction=0.34, class_names=["ant", "dog", "bee", "cat"])
+    for _ in range(2):  # not yet cached, and cached
+        labels, names, _ = survey(config, "train")
+        images = load_images(config, "train")
+        assert names == images.class_names == ["ant", "dog", "bee", "cat"]
+        assert labels.tolist() == images.labels.tolist() == [3, 3, 1, 1]
+    with pytest.raises(FedsieveError, match='has a class "cat", which is not in the label map'):
+        survey(data(tmp_path / "set", class_names=["ant", "dog"]), "train")
 
 
 def test_images_of_several_sizes_are_stored_as_squares(tmp_path, data):

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,12 +39,26 @@ def middle_of(column: list[float], dropped: int) -> float:
     return sum(kept) / len(kept)
 
 
-def krum_order(rows: np.ndarray, f: int) -> list[int]:
+def krum_scores(rows: np.ndarray, f: int) -> list[float]:
     scores = []
     for i, row in enumerate(rows):
         squares = sorted(float(((row - other) ** 2).sum()) for j, other in enumerate(rows) if j != i)
         scores.append(sum(squares[: len(rows) - f - 2]))
+    return scores
+
+
+def krum_order(rows: np.ndarray, f: int) -> list[int]:
+    scores = krum_scores(rows, f)
     return sorted(range(len(rows)), key=lambda i: scores[i])
+
+
+def with_nearest(rows: np.ndarray, f: int) -> np.ndarray:
+    """Every row as the mean of the C - f that are nearest to it."""
+    means = []
+    for row in rows:
+        nearest = sorted(rows, key=lambda other: float(((row - other) ** 2).sum()))
+        means.append(sum(nearest[: len(rows) - f]) / (len(rows) - f))
+    return np.array(means)
 
 
 def weiszfeld(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -79,6 +94,37 @@ def test_rules_are_their_references(kind, seed, count, k):
     assert found.dtype == torch.float64
     expected = reference(kind, rows.double().numpy(), weights.numpy(), robust(count))
     np.testing.assert_allclose(found, expected, atol=2e-4 if kind == "geometric_median" else 1e-12)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "multi_krum"])
+@given(st.integers(0, 2**32), counts, st.integers(2, 12), st.data())
+@settings(max_examples=10)
+def test_rules_after_mixing_are_their_references_of_means_of_the_nearest(kind, seed, count, k, data):
+    rows, weights = drawn(seed, count, k), torch.from_numpy(np.random.default_rng(seed).uniform(1, 9, count))
+    f = data.draw(st.integers(0, (count - 1) // 2))
+    chosen = replace(robust(count), mix=f)
+    means = with_nearest(rows.double().numpy(), f)
+    found = aggregate(kind, rows, weights, chosen).numpy()
+    if kind == "krum":  # several may be first, with the same nearest ones
+        scores = np.array(krum_scores(means, chosen.f))
+        first = means[scores <= scores.min() + 1e-9]
+        assert np.abs(first - found).max(1).min() <= 1e-12
+    else:
+        expected = reference(kind, means, weights.numpy(), chosen)
+        np.testing.assert_allclose(found, expected, atol=2e-4 if kind == "geometric_median" else 1e-12)
+
+
+@pytest.mark.parametrize("kind", ROBUST)
+def test_after_mixing_clients_far_off_are_as_if_they_had_not_been_there(kind):
+    # Two kinds of honest clients, as skewed data makes them: a rule alone goes with one kind, or leaves out the rarer.
+    honest = drawn(0, 8, 50) * 0.1 + torch.tensor([1.0] * 5 + [-1.0] * 3)[:, None]
+    rows = torch.cat([honest, -100 * honest[:2]])
+    alone, after = (
+        aggregate(kind, rows, torch.ones(10), Robust(share=0.2, f=2, mix=mix)) - honest.double().mean(0)
+        for mix in (None, 2)
+    )
+    assert after.abs().max() < 1e-6
+    assert alone.norm() > 0.5 or kind == "multi_krum"  # which knows how many are hostile
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,6 +171,18 @@ def attacked(draw):
     )
     order = draw(st.permutations(range(count)))
     return honest, torch.cat([honest, hostile])[order], f
+
+
+@pytest.mark.parametrize("kind", ROBUST)
+@pytest.mark.parametrize("mix", [None, 1, 4])
+def test_as_many_as_a_rule_keeps_out_cannot_carry_it_away_and_of_those_that_average_one_more_does(kind, mix):
+    chosen = Robust(share=0.3, f=3, m=6, mix=mix)
+    bears = aggregators.kept_out(kind, 10, chosen)
+    for hostile in (bears, bears + 1):
+        rows = torch.cat([drawn(0, 10 - hostile, 20), torch.full((hostile, 20), 1e6)])
+        found = aggregate(kind, rows, torch.ones(10), chosen)
+        assert hostile > bears or found.abs().max() < 10
+        assert hostile == bears or kind not in ("trimmed_mean", "multi_krum") or found.abs().max() > 1000
 
 
 @given(attacked())
@@ -201,6 +259,7 @@ def test_updates_that_are_not_finite_are_refused(kind, value):
         ("multi_krum", 2, Robust(f=1), ["at least", "neither"]),
         ("multi_krum", 7, Robust(f=2, m=6), ["from 1 to 5 works"]),
         ("trimmed_mean", 5, Robust(share=0.5), ["none is left", "up to 0.4 works"]),
+        ("median", 4, Robust(mix=2), ["2 mix + 1 = 5", "mix up to 1 works"]),
         ("krun", 5, Robust(), ["Did you mean", "krum", "median"]),
         ("median", 0, Robust(), ["no updates"]),
     ],

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.federation.conftest import SPARSE
 
-import fedsieve.runner.federated
+import fedsieve.runner.experiment
 from fedsieve import resume, run
 from fedsieve.config import parse_config
 from fedsieve.data.partitions import Shards, client_accuracies, label_weights
@@ -229,7 +229,7 @@ def test_a_run_killed_among_personal_models_makes_them_again(federated, tmp_path
         return PersonalModels.accuracies(self, method)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fedsieve.runner.federated, "PersonalModels", type("_", (PersonalModels,), {"accuracies": killed}))
+        patch.setattr(fedsieve.runner.experiment, "PersonalModels", type("_", (PersonalModels,), {"accuracies": killed}))
         with pytest.raises(FedsieveError, match="resume"):
             run(experiment, tmp_path / "cut")
     assert not (tmp_path / "cut" / "summary.json").exists()

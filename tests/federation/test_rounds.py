@@ -295,7 +295,13 @@ RESUMED = {
     "measured": [*SPARSE, "federation.client_validation=0.2", "federation.evaluate_every=2"],
     "secagg": [*SPARSE, "privacy.aggregation=secagg", "federation.cohort=5", "federation.failures={crash: 0.3}"],
     "replayed": ["federation.attack=stale_replay", "federation.aggregator=median", "federation.cohort=5"],
-    "private": ["privacy.dp={noise_multiplier: 1, clip_norm: 0.1}", "federation.weighting=uniform"],
+    "private": [
+        "privacy.dp={noise_multiplier: 2, clip_norm: 0.1, scores: {clip_norm: 1.0, noise_multiplier: 2.0}, "
+        "statistics: {clip_norm: 1.0, noise_multiplier: 2.0}}",
+        "stages=[{name: head, train: head, method: ridge}, {name: all, rounds: 5, local: {steps: 1}, batch_size: 16}]",
+        *SPARSE,
+        "federation.weighting=uniform",
+    ],
 }
 
 

@@ -13,13 +13,14 @@ from tests.federation.conftest import CONFIG, SPARSE
 
 from fedsieve import run
 from fedsieve.config import Privacy, parse_config
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation import rounds, secure
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.sums import Update, robust_mean, sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy import dp, secagg
+from fedsieve.privacy.fixed_point import FixedPoint
 from fedsieve.runner.plan import plan
 from fedsieve.wire.codec import Coding
 from fedsieve.wire.ledger import Ledger, lines
@@ -160,6 +161,34 @@ def test_under_dropouts_at_every_phase_the_mean_is_the_survivors_or_there_is_non
     assert {line.what for line in told(found) if line.direction == "up" and line.size} == {
         f"update.{phase}" for phase in secagg.PHASES
     }
+
+
+def test_with_three_of_ten_lost_at_any_phase_in_each_of_fifty_rounds_every_sum_is_exact():
+    rng, channel, point = (
+        np.random.default_rng(0),
+        Channel(None, 0, "stage", privacy=HIDDEN),
+        FixedPoint(32, 10, 60.0, 60),
+    )
+    phases = set()
+    for number in range(50):
+        rows = {client: rng.normal(size=6).astype(np.float32) / 10 for client in range(10)}
+        weights = {client: int(rng.integers(1, 61)) for client in range(10)}
+        gone = rng.choice(10, 3, replace=False).tolist()
+        fates = dict(zip(gone, rng.choice(["crash", "late", "corrupt"], 3).tolist(), strict=True))
+        lost = secure.losses(0, "stage", number, fates)
+        phases |= set(lost.values())
+        total, weight, found = secure.weighted_sum(channel, number, 6, range(10), rows, weights, 60, lost)
+        assert found.survivors == [client for client in range(10) if lost.get(client, (9, ""))[0] > secure.PAD]
+        sent = [
+            point.encode(
+                rows[client].astype(float), weights[client], channel.uniforms(number, "update", client, count=6)
+            )
+            for client in found.survivors
+        ]
+        expected, sum_of_weights = point.decode(np.sum(sent, axis=0, dtype="<u4"))
+        assert total.numpy().tolist() == expected.tolist()
+        assert weight == sum_of_weights == sum(weights[client] for client in found.survivors)
+    assert len(phases) == 4 + 1 + 4  # crashes and damage in every phase, lateness in that of the values
 
 
 def test_below_the_threshold_a_round_is_given_up_nothing_is_revealed_and_the_run_goes_on(
@@ -350,8 +379,20 @@ def test_the_mean_collapses_where_robust_aggregators_hold(federated, running):
 
     clean, attack = accuracy(), "federation.attack={kind: sign_flip, fraction: 0.2, factor: 10}"
     assert clean > 0.6 and accuracy(attack) < clean / 2
-    for rule in ("{kind: multi_krum, f: 3}", "geometric_median"):
+    for rule in ("{kind: multi_krum, f: 3}", "geometric_median", "{kind: trimmed_mean, mix: 4}"):
         assert accuracy(attack, f"federation.aggregator={rule}") > clean - 0.05
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        ([PRIVATE[1], "privacy.dp={noise_multiplier: 1.0, clip_norm: 1e30}"], "noise of privacy.dp"),
+        (["federation.attack={kind: gaussian_noise, factor: 1e37}", "federation.cohort=8"], "Hostile clients"),
+    ],
+)
+def test_a_run_that_noise_or_attacks_carry_away_says_so(federated, running, overrides, cause):
+    with pytest.raises(Diverged, match=cause):
+        running(federated(*overrides))
 
 
 def test_each_attack_does_what_it_says(federated, running, monkeypatch):
@@ -432,7 +473,11 @@ def test_updates_that_fill_the_memory_lie_in_a_file(monkeypatch, tmp_path):
 TOGETHER = {
     "secagg": [*SECAGG, *SPARSE, "federation.failures={crash: 0.2}"],
     "zero_sum": ["privacy.aggregation=zero_sum"],
-    "robust": ["federation.aggregator=geometric_median", "federation.attack=sign_flip", "federation.cohort=6"],
+    "robust": [
+        "federation.aggregator={kind: geometric_median, mix: 2}",
+        "federation.attack=sign_flip",
+        "federation.cohort=6",
+    ],
     "dp": [*PRIVATE, "federation.cohort=0.6", "stages.all.rounds=4"],
 }
 
@@ -489,6 +534,9 @@ REFUSED = {
     "unused setting": (["federation.aggregator={kind: median, f: 2}"], "goes with kind: krum or multi_krum"),
     "unused width": (["privacy.bits=16"], "goes with aggregation: secagg"),
     "no such kind": (["federation.aggregator=krumm"], 'Did you mean "krum"'),
+    "mixed mean": (["federation.aggregator={kind: mean, mix: 2}"], "mix goes with kind: median"),
+    "no mapping": (["federation.aggregator=7"], "should be a mapping, got the number 7. Its keys: kind, share"),
+    "unaccountable": (["privacy.dp={epsilon: 8, delta: 1e-30, clip_norm: 1.0}", PRIVATE[1]], "privacy.dp.delta"),
     "central": (
         ["federation=null", "privacy.aggregation=secagg", "stages=[{name: a, epochs: 1}]"],
         "goes with a federation",
@@ -498,6 +546,7 @@ NUMBERS = {
     "two clients": (["privacy.aggregation=secagg", "federation.cohort=2"], "at least 3 clients"),
     "two that score": ([*SECAGG, *SPARSE, "mask.clients=2"], "mask.clients"),
     "krum": (["federation.aggregator={kind: krum, f: 2}", "federation.cohort=6"], "f up to 1 works"),
+    "mix": (["federation.aggregator={kind: median, mix: 2}", "federation.cohort=4"], "mix up to 1 works"),
     "delta": (["privacy.dp={epsilon: 8, delta: 0.2, clip_norm: 1.0}", PRIVATE[1]], "given away outright"),
     "trimmed": (["federation.aggregator={kind: trimmed_mean, share: 0.4}"], "none is left"),
 }

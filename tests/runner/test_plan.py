@@ -122,6 +122,19 @@ def test_a_plan_counts_whatever_a_run_sends(tmp_path, overrides):
     assert amount(planned(*overrides)["", "bytes in all"]) == pytest.approx(sent, rel=0.1)
 
 
+def test_a_plan_says_how_many_hostile_clients_a_round_may_have_and_what_the_rule_bears():
+    attack = [
+        "federation={clients: 20, cohort: 10, attack: {kind: sign_flip, fraction: 0.2}}",
+        "federation.aggregator.kind=multi_krum",
+    ]
+    assert "up to 4 of 10 in a round" in planned(*attack)["", "trust"]
+    assert (
+        "multi_krum as it is set leaves 3 of them aside" in planned(*attack, "federation.aggregator.f=3")["", "trust"]
+    )
+    enough = planned(*attack, "federation.aggregator={kind: multi_krum, f: 3, m: 6}")["", "trust"]
+    assert "aside" not in enough
+
+
 def test_what_stands_in_for_the_backbone_is_beside_the_backbone(tmp_path):
     """A few weights of adapters are a small share of dense, whatever masks and newcomers cost beside them."""
     overrides = [

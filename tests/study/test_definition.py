@@ -5,7 +5,9 @@ import itertools
 import pytest
 import yaml
 
+from fedsieve.config import make_experiment
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.sums import check_numbers
 from fedsieve.study.definition import FOLDER, STUDIES, applies, load_reported, load_study, miniature
 from fedsieve.study.results import MADE
 
@@ -160,6 +162,16 @@ def test_rates_are_tried_in_every_row(own):
     study = own(OWN, rates=[0.1, 0.2])
     for row in study.rows.values():
         assert study.tune(row, study.experiment(row, 0)) == {"stages.all.optimizer.lr": [0.1, 0.2]}
+
+
+@pytest.mark.parametrize(
+    "rule", [{"kind": "trimmed_mean", "share": 0.4, "mix": 4}, {"kind": "multi_krum", "f": 3, "m": 6}]
+)
+def test_a_rule_for_many_hostile_clients_is_made_small_too(rule):
+    tree = load_study("beyond").rows["hostile/sign_flip-median"].tree
+    small = make_experiment(miniature(tree | {"federation": tree["federation"] | {"aggregator": rule}}))
+    assert small.federation.aggregator.kind == rule["kind"]
+    check_numbers(small, 3, 4)
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -118,7 +118,7 @@ def flower_rounds(client: Client, weights: Arrays, clients: int, gpus: float = 0
     @client_app.train()
     def train(message: Message, context: Context) -> Message:
         number = int(context.node_config["partition-id"])
-        arrays, n = client(message.content["arrays"].to_numpy_ndarrays(), number)
+        arrays, n = client(message.content.array_records["arrays"].to_numpy_ndarrays(), number)
         content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": n})})
         return Message(content=content, reply_to=message)
 
@@ -140,7 +140,7 @@ def flower_rounds(client: Client, weights: Arrays, clients: int, gpus: float = 0
             told.put("")
 
     def simulate() -> None:
-        resources = {"num_cpus": 1, "num_gpus": gpus}
+        resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus}
         try:
             run_simulation(server_app, client_app, clients, backend_config={"client_resources": resources})
         except BaseException as error:  # it also exits

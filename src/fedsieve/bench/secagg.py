@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from fedsieve.privacy.fixed_point import FixedPoint
 from fedsieve.privacy.secagg import PHASES, secure_sum
 
 BOUND, WEIGHT = 1.0, 500  # of |value| and of a client's weight
+PAD = PHASES.index("pad")
 
 
 class Round(NamedTuple):
@@ -37,7 +38,7 @@ def secagg(device: torch.device, smoke: bool) -> Result:
         ("clients", "values", "lost", "how", "seconds a round", "upload, MB", "times the values", "largest error"),
         note="Values within 1, weights to 500, threshold 2/3. Uploads are those of one client, all phases; `times the values` is "
         "by their own width. Lost clients vanish at phases drawn at random. Flower's masks are drawn from 32 bits of the agreed "
-        f"key (numpy's RandomState), which is quick and can be guessed. {_flower_version()}",
+        f"key (numpy's RandomState), which is quick and can be guessed; its clients vanish after they dealt their shares. {_flower_version()}",
         limit=_cipher(),
     )
     count = 2_000 if smoke else 2_200_000
@@ -52,8 +53,9 @@ def secagg(device: torch.device, smoke: bool) -> Result:
                 gone = rng.choice(clients, lost, replace=False).tolist()
                 drops = {client: int(rng.integers(len(PHASES))) for client in gone}
                 cases[lost, f"secagg, {bits} bits", bits] = partial(_ours, values, weights, bits, threshold, drops)
-        if clients < 100 and not _flower_version().startswith("Flower is not"):
-            cases[0, "Flower's SecAgg+", 32] = partial(_flower, values, weights, threshold)
+                if bits == 32 and not _flower_version().startswith("Flower is not"):
+                    later = {client: max(phase, PAD) for client, phase in drops.items()}
+                    cases[lost, "Flower's SecAgg+", 32] = partial(_flower, values, weights, threshold, later)
         turns = [[call() for call in cases.values()] for _ in range(3 if clients < 100 and not smoke else 1)]
         for (lost, how, bits), *found in zip(cases, *turns, strict=True):
             middle = sorted(found)[len(found) // 2]  # by seconds
@@ -127,8 +129,14 @@ def _flower_version() -> str:
         return "Flower is not installed (pip install flwr), so its rows are left out."
 
 
-def _flower(values: Mapping[int, np.ndarray], weights: Mapping[int, int], threshold: int) -> Round:
-    """A round of Flower's own client and server code, with messages passed as objects instead of over its network."""
+def _flower(
+    values: Mapping[int, np.ndarray], weights: Mapping[int, int], threshold: int, drops: Mapping[int, int]
+) -> Round:
+    """A round of Flower's own client and server code, with messages passed as objects instead of over its network.
+
+    Its phases are ours; who vanishes before one does not answer from then on. That must not be before shares are dealt: then
+    the other clients of flwr 1.41 end in a KeyError when they are asked for shares of it.
+    """
     from flwr.app import ConfigRecord, Context, Message, RecordDict
     from flwr.client.mod import secaggplus_mod
     from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
@@ -165,10 +173,14 @@ def _flower(values: Mapping[int, np.ndarray], weights: Mapping[int, int], thresh
         return Message(compat.fitres_to_recorddict(reply, keep_input=False), reply_to=message)
 
     class Grid:
+        phase = -1
+
         def send_and_receive(self, messages: Any, timeout: Any = None) -> list[Any]:
-            replies = []
+            self.phase, replies = self.phase + 1, []
             for message in messages:
                 node = message.metadata.dst_node_id
+                if drops.get(ids[node], len(PHASES)) <= self.phase:
+                    continue
                 replies.append(secaggplus_mod(copy.deepcopy(message), contexts[node], train))
                 sent[node] += replies[-1].content.config_records[RECORD_KEY_CONFIGS].count_bytes()
             return replies
@@ -178,6 +190,7 @@ def _flower(values: Mapping[int, np.ndarray], weights: Mapping[int, int], thresh
     server.state.array_records["parameters"] = compat.parameters_to_arrayrecord(nothing, True)
     workflow = SecAggPlusWorkflow(len(ids), threshold, max_weight=WEIGHT, clipping_range=BOUND)
     began = time.perf_counter()
-    workflow(Grid(), server)
+    workflow(cast(Any, Grid()), server)
     seconds = time.perf_counter() - began
-    return Round(seconds, max(sent.values()), _error(means[0], values, weights, list(values)))
+    survivors = [client for client in values if drops.get(client, len(PHASES)) > PAD]
+    return Round(seconds, max(sent.values()), _error(means[0], values, weights, survivors))

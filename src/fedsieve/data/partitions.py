@@ -87,7 +87,7 @@ def make_partition(
 
 def class_counts(shards: Shards, labels: np.ndarray) -> ClassCounts:
     """The entries of the class-by-client table that are not zero."""
-    classes = int(labels.max()) + 1
+    classes = int(labels.max(initial=0)) + 1
     client = np.repeat(np.arange(len(shards)), shards.sizes)
     cells, count = np.unique(client * classes + labels[shards.order], return_counts=True)
     return ClassCounts(cells // classes, cells % classes, count)

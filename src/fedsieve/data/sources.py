@@ -14,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,14 +67,32 @@ def load_images(config: Data, split: Split, say: Callable[[str], None] = lambda 
     the experiment's seed: the test set must not change from run to run.
     """
     kind = kind_of(config.source)
-    if kind == "embedded":
+    if kind == "nothing":
+        images = ImageSet(torch.zeros(0, 3, 1, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), [], "none")
+    elif kind == "embedded":
         images = _digits()
         rows = torch.from_numpy(_held_out(images.labels.numpy(), config, split))
         images = ImageSet(images.images[rows], images.labels[rows], images.class_names, images.fingerprint, True)
     else:
         folder = _find_cached(config, split) if kind == "folder" else None
         images = _read_cache(folder or _decode(config, split, say))
-    return images
+    return images if config.class_names is None else _relabelled(images, config.class_names, config.source)
+
+
+def _relabelled(images: ImageSet, names: list[str], source: str) -> ImageSet:
+    """The same images with labels that number `names`."""
+    numbers = torch.from_numpy(_numbers(images.class_names, names, source))
+    return replace(images, labels=numbers[images.labels], class_names=names)
+
+
+def _numbers(mine: list[str], names: list[str], source: str) -> np.ndarray:
+    """The place of each of a source's own classes among `names`; one that is not there is refused."""
+    if unknown := [name for name in mine if name not in names]:
+        raise FedsieveError(
+            f'data.class_names: {source} has a class "{unknown[0]}", which is not in the label map.'
+            f"{did_you_mean(unknown[0], names)}"
+        )
+    return np.array([names.index(name) for name in mine], dtype=np.int64)
 
 
 def load_column(config: Data, split: Split, column: str) -> np.ndarray:
@@ -107,8 +125,10 @@ def load_column(config: Data, split: Split, column: str) -> np.ndarray:
     return values
 
 
-def kind_of(source: str) -> Literal["embedded", "folder", "hub"]:
+def kind_of(source: str) -> Literal["embedded", "folder", "hub", "nothing"]:
     """What a `data.source` names; a path that is not there is refused before anything is loaded."""
+    if source == "none":
+        return "nothing"
     if source in EMBEDDED:
         return "embedded"
     path = Path(source).expanduser()
@@ -352,7 +372,7 @@ def _class_folders(root: Path, config: Data) -> "dict[str, datasets.Dataset]":
     if (root / config.train_split).is_dir() and any(path.is_dir() for path in (root / config.train_split).iterdir()):
         splits = {path.name: path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")}
     names = sorted(path.name for path in splits[config.train_split].iterdir() if path.is_dir() and _images(path))
-    if len(names) < 2:
+    if len(names) < (2 if config.class_names is None else 1):
         raise FedsieveError(
             f"data.source: {root} needs a folder of images for each of two classes at least, as ROOT/CLASS/* or "
             f"ROOT/{config.train_split}/CLASS/*. Found: {', '.join(names) or 'none'}"
@@ -590,6 +610,8 @@ def survey(config: Data, split: Split) -> tuple[np.ndarray, list[str], int]:
         width, height = _open(next(_items(table.select(rows[:1]), image_column, rows))[0], config.source).size
         pixels = 3 * (width * height if width == height <= 256 else _stored_side(config) ** 2)
         labels = labels[rows]
+    if config.class_names is not None:
+        labels, class_names = _numbers(class_names, config.class_names, config.source)[labels], config.class_names
     _check_classes(config.classes, class_names)
     return labels, class_names, pixels
 

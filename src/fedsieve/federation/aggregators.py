@@ -1,7 +1,8 @@
 """Robust aggregation: what a server makes of updates when some of its clients are hostile or broken.
 
 Median and trimmed mean (Yin et al. 2018), Krum and multi-Krum (Blanchard et al. 2017), the geometric median (Pillutla
-et al. 2022) and norm bounding (Sun et al. 2019). Updates are a (C, k) tensor or a sequence of C rows, in the memory of
+et al. 2022) and norm bounding (Sun et al. 2019), each also after mixing nearest neighbours (Allouah et al. 2023), which
+brings honest clients that hold different data together. Updates are a (C, k) tensor or a sequence of C rows, in the memory of
 any device or in mapped files, and are read in blocks of coordinates: beside them there is room for the result and, on a
 GPU, half a gigabyte. The geometric median and norm bounding heed the clients' weights. The other rules count every
 client once, since a hostile one may claim any number of examples.
@@ -19,7 +20,21 @@ from torch import Tensor
 from fedsieve.errors import FedsieveError, did_you_mean
 
 Kind = Literal["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_bound"]
-Updates = Tensor | Sequence[Tensor]
+Rows = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """C updates that are means of others: `shares`, (C, C), times these. They are made block by block, and never kept."""
+
+    updates: Rows
+    shares: Tensor
+
+    def __len__(self) -> int:
+        return len(self.updates)
+
+
+Updates = Rows | Mixed
 
 
 @dataclass(frozen=True)
@@ -29,14 +44,16 @@ class Robust:
     share: float = 0.2  # trimmed_mean: of the clients, left out at either end of each coordinate
     f: int = 1  # krum, multi_krum: how many clients may be hostile
     m: int | None = None  # multi_krum: how many updates are averaged; default: all but f
+    mix: int | None = None  # any rule: how many clients may be hostile, where updates are mixed first
     limit: float | Literal["median"] = "median"  # norm_bound: the largest norm; default: the median of all norms
     tolerance: float = 1e-12  # geometric_median: stop when the mean distance falls by less than this share of it,
     iterations: int = 1000  # or after so many steps
 
 
-def aggregate(kind: str, updates: Updates, weights: Tensor, settings: Robust = Robust()) -> Tensor:
+def aggregate(kind: str, rows: Rows, weights: Tensor, settings: Robust = Robust()) -> Tensor:
     """One update, (k,) in float64, from those of C clients with weights (C,). NaN and infinity are refused."""
-    check(kind, len(updates), settings)
+    check(kind, len(rows), settings)
+    updates: Updates = rows if settings.mix is None else mixed(rows, settings.mix)
     match kind:
         case "median":
             return median(updates)
@@ -59,6 +76,11 @@ def check(kind: str, count: int, settings: Robust) -> None:
         raise FedsieveError(f'"{kind}" is no robust rule.{did_you_mean(kind, allowed)} Allowed: {", ".join(allowed)}')
     if count == 0:
         raise FedsieveError(f"{kind}: there are no updates", 1)
+    if settings.mix is not None and count < 2 * settings.mix + 1:
+        raise FedsieveError(
+            f"{kind}: mix = {settings.mix} hostile clients take at least 2 mix + 1 = {2 * settings.mix + 1} updates: the honest "
+            f"ones must be more. With {count} mix up to {(count - 1) // 2} works"
+        )
     if kind == "trimmed_mean" and 2 * _dropped(settings.share, count) >= count:
         raise FedsieveError(
             f"trimmed_mean: share {settings.share:g} leaves out {_dropped(settings.share, count)} of {count} updates "
@@ -76,6 +98,34 @@ def check(kind: str, count: int, settings: Robust) -> None:
             f"multi_krum: m = {settings.m} of {count} updates would take in some of the f = {settings.f} hostile ones. "
             f"m from 1 to {count - settings.f} works"
         )
+
+
+def kept_out(kind: str, count: int, settings: Robust) -> int:
+    """How many hostile ones among `count` updates a rule, as it is set, can leave aside; norm bounding only shortens them."""
+    most = (count - 1) // 2 if settings.mix is None else settings.mix
+    match kind:
+        case "trimmed_mean":
+            return min(most, _dropped(settings.share, count))
+        case "krum":
+            return min(most, settings.f)
+        case "multi_krum":
+            return min(most, count - (settings.m or count - settings.f))
+        case "norm_bound":
+            return 0
+        case _:
+            return most
+
+
+def mixed(updates: Rows, f: int) -> Mixed:
+    """For every update the mean of the C - f nearest to it, itself among them; ties go to the first.
+
+    Honest clients that differ by their data come to lie close together, so that a rule that looks for a crowd finds their
+    mean instead of the most usual of them. A mean of C - f holds at most as many hostile updates as lie that near.
+    """
+    count = len(updates)
+    nearest = _squared_distances(_products(updates)).sort(dim=1, stable=True).indices[:, : count - f]
+    shares = torch.zeros(count, count, dtype=torch.float64).scatter_(1, nearest, 1 / (count - f))
+    return Mixed(updates, shares)
 
 
 def median(updates: Updates) -> Tensor:
@@ -98,8 +148,8 @@ def multi_krum(updates: Updates, f: int, m: int | None = None) -> Tensor:
     count = len(updates)
     squares = _squared_distances(_products(updates)).fill_diagonal_(math.inf)
     scores = squares.sort(1).values[:, : count - f - 2].sum(1)
-    chosen = scores.sort(stable=True).indices[: m or count - f].tolist()
-    return _combined([updates[row] for row in chosen], torch.full((len(chosen),), 1 / len(chosen)))
+    chosen = scores.sort(stable=True).indices[: m or count - f]
+    return _combined(updates, torch.zeros(count, dtype=torch.float64).scatter_(0, chosen, 1 / len(chosen)))
 
 
 def geometric_median(
@@ -166,7 +216,7 @@ def _sorted(block: Tensor) -> Tensor:
 
 def _combined(updates: Updates, coefficients: Tensor) -> Tensor:
     """The sum of the updates times their coefficients."""
-    coefficients = coefficients.to(updates[0].device, torch.float64)
+    coefficients = coefficients.to(_first(updates).device, torch.float64)
     return _by_block(updates, lambda block: coefficients @ block.double())
 
 
@@ -190,7 +240,7 @@ def _squared_distances(products: Tensor) -> Tensor:
 
 def _by_block(updates: Updates, rule: Callable[[Tensor], Tensor]) -> Tensor:
     """What a rule makes of (C, w) values at a time, (k,) in all."""
-    result = torch.empty_like(updates[0], dtype=torch.float64)
+    result = torch.empty_like(_first(updates), dtype=torch.float64)
     for part, block in _blocks(updates):
         result[part] = rule(block)
     return result
@@ -198,6 +248,7 @@ def _by_block(updates: Updates, rule: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _blocks(updates: Updates, values: int | None = None) -> Iterator[tuple[slice, Tensor]]:
     """Some coordinates at a time, and what all updates have there, (C, w): so many values in all."""
+    updates, shares = (updates.updates, updates.shares) if isinstance(updates, Mixed) else (updates, None)
     first = updates[0]
     values = values or (2**20 if first.device.type == "cpu" else 2**24)  # near a CPU's caches, or to keep a GPU busy
     width = max(1, values // len(updates))
@@ -208,4 +259,8 @@ def _blocks(updates: Updates, values: int | None = None) -> Iterator[tuple[slice
         if not finite.all():
             rows = ", ".join(map(str, (~finite).nonzero().flatten().tolist()))
             raise FedsieveError(f"NaN or infinity in update {rows}: such replies are to be refused before", 1)
-        yield part, block
+        yield part, block if shares is None else shares.to(block.device) @ block.double()
+
+
+def _first(updates: Updates) -> Tensor:
+    return updates.updates[0] if isinstance(updates, Mixed) else updates[0]

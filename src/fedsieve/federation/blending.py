@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedsieve.config import Sieve
 from fedsieve.federation.calibrate import client_scores
-from fedsieve.federation.channel import EXACT, Channel
+from fedsieve.federation.channel import EXACT, Channel, Part
 from fedsieve.federation.state import Context
-from fedsieve.federation.sums import Part, sum_over_clients
+from fedsieve.federation.sums import sum_over_clients
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator

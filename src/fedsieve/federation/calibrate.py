@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fedsieve.config import Device, Sieve
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.channel import Channel
+from fedsieve.federation.channel import Channel, Part
 from fedsieve.federation.distributed import spread
 from fedsieve.federation.state import Context, ServerState
-from fedsieve.federation.sums import Part, sum_over_clients
+from fedsieve.federation.sums import sum_over_clients
 from fedsieve.federation.team import Batch, Desk, Request
 from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
@@ -90,7 +90,8 @@ def _summed_scores(
     rng = generator(context.experiment.seed, "calibration cohort", *address)
     scoring = people.trainer(np.sort(rng.choice(people.trainers, count, replace=False))).tolist()
     asked = [
-        (_rows(context, client, -(-sieve.fisher.samples // count), *address), (*address, client)) for client in scoring
+        (scored_rows(context, client, -(-sieve.fisher.samples // count), *address), (*address, client))
+        for client in scoring
     ]
     known: Mask | None = None
 
@@ -107,7 +108,8 @@ def _summed_scores(
             for client, (part, n) in zip(scoring, found, strict=True):
                 yield client, part.float(), n
 
-        total, seen = sum_over_clients(channel, "scores", round, active, parts())
+        told = {"number": number, "among": count, "address": address, "over": active.id}
+        total, seen = sum_over_clients(channel, "scores", round, active, parts(), clients=scoring, told=lambda _: told)
         scores = torch.zeros(space.size)
         scores[places] = (total / seen).float().cpu()
         return scores
@@ -192,7 +194,7 @@ def client_masks(
     context: Context, sieve: Sieve, space: ParamSpace, clients: Sequence[int], *address: int | str
 ) -> Iterator[Mask]:
     """The masks that clients calibrate on their own images, at the weights that the model has."""
-    asked = [(_rows(context, client, sieve.fisher.samples, *address), (*address, client)) for client in clients]
+    asked = [(scored_rows(context, client, sieve.fisher.samples, *address), (*address, client)) for client in clients]
 
     def request(places: list[int]) -> Calibrate:
         return Calibrate(space.names, sieve, [asked[place] for place in places])
@@ -202,7 +204,7 @@ def client_masks(
         yield Mask(space, bits[0].cpu().numpy())
 
 
-def _rows(context: Context, client: int, count: int, *address: int | str) -> np.ndarray:
+def scored_rows(context: Context, client: int, count: int, *address: int | str) -> np.ndarray:
     """The images that a client scores."""
     rng = generator(context.experiment.seed, "fisher rows", *address, client)
     return rng.permutation(context.population.examples(client))[:count]

@@ -1,6 +1,7 @@
 """The wire between a server and the clients of one stage. Whatever goes over it is encoded, counted and decoded here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from fedsieve.config import Privacy
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account
+from fedsieve.privacy.secagg import Exchange
 from fedsieve.randomness import generator
 from fedsieve.wire.codec import Coding, Message, MessageError, decode, decode_many, encode, encode_many
 from fedsieve.wire.ledger import Direction, Ledger
@@ -17,6 +19,8 @@ from fedsieve.wire.ledger import Direction, Ledger
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
 EXACT, NO_VALUES = Coding("fp32"), Coding("none")
 Reply = Message | MessageError
+Part = tuple[int, Tensor, int]  # a client, its values (k,), and its n
+Told = Callable[[int], Mapping[str, Any]]  # what a client that is elsewhere must hear beside its messages
 
 
 class Channel:
@@ -35,6 +39,7 @@ class Channel:
         account: Account | None = None,
     ) -> None:
         self.ledger, self.seed, self.stage, self.device = ledger, seed, stage, device
+        self.lost: dict[int, str] = {}  # clients that fell out of what is being asked of all, and why
         self.privacy, self.account = privacy, account  # what is made of sums over clients
 
     def key(self, *address: int | str) -> int:
@@ -80,17 +85,7 @@ class Channel:
     ) -> list[Reply]:
         """Take a row of `values` (clients, k) from each client; one that is late, or damaged on its way, is an error."""
         fates = fates or {}
-        messages = encode_many(
-            values,
-            coding,
-            over,
-            round=round,
-            clients=clients,
-            ns=ns,
-            keys=[self.key(round, what, client) for client in clients],
-            enclose=enclose,
-            check=False,
-        )
+        messages = self.encoded(what, clients, round, over, values, coding, ns, enclose)
         arrived = [
             self.damaged(message, round, what, client) if fates.get(client) == "corrupt" else message
             for client, message in zip(clients, messages, strict=True)
@@ -106,6 +101,57 @@ class Channel:
             status = reply.reason if isinstance(reply, MessageError) else "ok"
             self.note(round, client, "up", what, len(message), status)
         return replies
+
+    def encoded(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        over: Mask | ParamSpace,
+        values: Tensor,
+        coding: Coding,
+        ns: Sequence[int],
+        enclose: bool,
+    ) -> list[bytes]:
+        """The messages of what clients send up. Values that are not finite travel too: it is the server who refuses."""
+        keys = [self.key(round, what, client) for client in clients]
+        return encode_many(
+            values, coding, over, round=round, clients=clients, ns=ns, keys=keys, enclose=enclose, check=False
+        )
+
+    def collect(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        over: Mask | ParamSpace,
+        coding: Coding,
+        parts: Iterable[Part],
+        fates: Mapping[int, str] | None,
+        told: Told,
+    ) -> Iterator[Reply]:
+        """What clients made of their own images, one after another.
+
+        `clients` and `told` are for those that are elsewhere, and make it by themselves: what their messages do not say.
+        """
+        for client, values, n in parts:
+            yield self.up(what, [client], round, over, values[None], coding, [n], fates=fates)[0]
+
+    def gathered(
+        self,
+        what: str,
+        clients: Sequence[int],
+        round: int,
+        parts: Iterable[Part],
+        fates: Mapping[int, str] | None,
+        told: Told,
+    ) -> Iterable[Part]:
+        """What clients made, to be summed in secret; of clients elsewhere, who made it: it stays there."""
+        return parts
+
+    def secret_exchange(self, what: str, round: int, terms: Mapping[str, Any]) -> Exchange | None:
+        """What carries a secure sum to clients elsewhere; None: they are at hand."""
+        return None
 
     def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
         """Note that nothing came of a message, and why."""

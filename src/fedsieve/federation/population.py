@@ -139,6 +139,11 @@ def make_population(
 ) -> Population:
     """Deal the training examples to clients, and set strangers apart."""
     shards = make_partition(settings.partition, labels, settings.clients or 100, generator(seed, "partition"), groups)
+    return dealt(settings, seed, shards, labels)
+
+
+def dealt(settings: Federation, seed: int, shards: Shards, labels: np.ndarray) -> Population:
+    """The clients that hold these shards of examples, some of them set apart as strangers."""
     count = round(settings.held_out * len(shards))
     if count == len(shards):
         raise FedsieveError(f"federation.held_out: {settings.held_out:g} of {len(shards)} clients leaves none to train")

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Ridge
-from fedsieve.federation.channel import EXACT, Channel
-from fedsieve.federation.sums import Part, sum_over_clients
+from fedsieve.federation.channel import EXACT, Channel, Part
+from fedsieve.federation.sums import sum_over_clients
 from fedsieve.model.space import ParamSpace
 from fedsieve.wire.codec import Coding
 
@@ -23,6 +23,7 @@ STRENGTHS = tuple(10.0**power for power in range(-6, 2))  # per image
 DEFAULT_STRENGTH = 1e-3
 SCALES = np.geomspace(0.5, 200, 61)  # of the logits, where they are fitted on clients' sums
 LOSSES = ParamSpace(("losses",), ((len(SCALES),),))
+FP64 = Coding("fp64")
 
 
 def statistics_space(width: int, classes: int) -> ParamSpace:
@@ -77,7 +78,7 @@ def federated_ridge(
     labels; without any, the strength is the default, and the scale is fitted on the clients' own images: they receive the
     head, and send their losses at a grid of scales.
     """
-    width, exact = features.shape[1], Coding("fp64")
+    width = features.shape[1]
     space = statistics_space(width, classes)
 
     def parts(values: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Part]:
@@ -86,8 +87,9 @@ def federated_ridge(
             rows = torch.from_numpy(examples).to(features.device)
             yield client, values(features[rows], labels[rows]), len(examples)
 
+    numbers = [client for client, _ in clients]
     mine = parts(lambda phi, truth: statistics(phi, truth, classes))
-    total, _ = sum_over_clients(channel, "statistics", 0, space, mine, exact)
+    total, _ = sum_over_clients(channel, "statistics", 0, space, mine, FP64, clients=numbers)
     seen = max(1, round(space.view(total, "gram")[-1].item()))  # the product of the constant feature with itself
 
     def head(strength: float) -> tuple[Tensor, Tensor]:
@@ -107,16 +109,22 @@ def federated_ridge(
     elif validation is not None:
         scale = fit_scale(validation[0].double() @ weight.T + bias, validation[1])
     else:
-        over = ParamSpace(("weight", "bias"), (tuple(weight.shape), tuple(bias.shape)))
+        over = head_space(width, classes)
         sent = over.flatten({"weight": weight.float(), "bias": bias.float()})
-        numbers = [client for client, _ in clients]
-        heard = over.unflatten(channel.down("head", numbers, 0, over, sent, EXACT).values.double())
-        mine = parts(lambda phi, truth: _losses(phi.double() @ heard["weight"].T + heard["bias"], truth))
-        losses, _ = sum_over_clients(channel, "losses", 0, LOSSES, mine, exact)
+        heard = channel.down("head", numbers, 0, over, sent, EXACT).values
+        mine = parts(lambda phi, truth: losses_at_scales(heard, phi, truth, classes))
+        losses, _ = sum_over_clients(channel, "losses", 0, LOSSES, mine, FP64, clients=numbers)
         scale = float(SCALES[int(losses.argmin())])
     return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss at each of `SCALES`."""
+def head_space(width: int, classes: int) -> ParamSpace:
+    """What a head is in a message."""
+    return ParamSpace(("weight", "bias"), ((classes, width), (classes,)))
+
+
+def losses_at_scales(head: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """The summed loss of a `head` (of `head_space`) at each of `SCALES`."""
+    parts = head_space(features.shape[1], classes).unflatten(head.double())
+    logits = features.double() @ parts["weight"].T + parts["bias"]
     return torch.stack([F.cross_entropy(logits * scale, labels, reduction="sum") for scale in SCALES])

@@ -22,7 +22,7 @@ from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation.attacks import instead
 from fedsieve.federation.blending import blended, tell_shares
 from fedsieve.federation.calibrate import client_masks, is_due, nested_tiers, one_mask, sieve_at
-from fedsieve.federation.channel import EXACT
+from fedsieve.federation.channel import EXACT, Part
 from fedsieve.federation.distributed import Distributed, cohort_executor
 from fedsieve.federation.executors import Cohort, Executor, Task, Trained
 from fedsieve.federation.secure import PAD, Losses, losses, secure_mean, zero_sum_mean
@@ -39,6 +39,8 @@ from fedsieve.train.schedule import learning_rate
 from fedsieve.wire.codec import Coding, MessageError
 
 TOO_FEW = "too few replies"
+Span = tuple[str, int, int]  # a block, and where some of its weights begin and end among the k that train
+FP64 = Coding("fp64")
 METRICS = ParamSpace(("metrics",), ((2,),))  # what clients send of their validation: loss and correct answers, summed
 
 
@@ -132,7 +134,7 @@ class Federated:
         """One communication round."""
         stage, number = self.stage, self.state.round
         cohort = self.population.cohort(stage.name, number).tolist()
-        fates = {client: self.population.fate(stage.name, number, client) for client in cohort}
+        fates = self._fates(cohort, number)
         lost = losses(self.experiment.seed, stage.name, number, fates) if self.mode == "secagg" else {}
         sends = [client for client, (phase, _) in lost.items() if phase > PAD]  # and then vanishes from a secure sum
         refused = {
@@ -149,14 +151,8 @@ class Federated:
         rate = learning_rate(number, self.length, stage.optimizer.lr, stage.schedule, stage.warmup_rounds)
         effort = Effort()
         # Clients train and answer as the mean asks for them. Whatever else is to be made of updates is made here.
-        trained = self._sent(self._train(trains, rate, effort))
-        if self.mode == "secagg":
-            mean, replies = self._secure_mean(trained, reached, lost, refused)
-        elif self.mode == "zero_sum":
-            mean, replies = self._zero_sum_mean(trained, refused)
-        else:
-            mean, replies = self._mean(self._receive(trained, fates, refused), len(trains))
-        if trains and not effort.trained:
+        mean, replies = self._aggregate(trains, reached, rate, effort, fates, lost, refused)
+        if effort.astray and not effort.trained:
             self._diverged(number + 1)
         if mean is not None and (replies >= self.settings.minimum_replies or self.context.account is not None):
             self._step(mean)
@@ -169,6 +165,24 @@ class Federated:
             record["simulated_seconds"] = self.population.waiting(stage.name, number, fates)
             self.state.simulated_seconds += record["simulated_seconds"]
         return record
+
+    def _aggregate(
+        self,
+        trains: list[int],
+        reached: list[int],
+        rate: float,
+        effort: "Effort",
+        fates: Mapping[int, str],
+        lost: Losses,
+        refused: dict[int, str],
+    ) -> tuple[Tensor | None, int]:
+        """One update from those of all that train, and of how many clients; why others are not in it goes into `refused`."""
+        trained = self._sent(self._train(trains, rate, effort))
+        if self.mode == "secagg":
+            return self._secure_mean(trained, reached, lost, refused)
+        if self.mode == "zero_sum":
+            return self._zero_sum_mean(trained, refused)
+        return self._mean(self._receive(trained, fates, refused), len(trains))
 
     def _mean(self, updates: Iterator[Update], most: int) -> tuple[Tensor | None, int]:
         """One update from those of all clients, and how many came; None where they are too few for the aggregator."""
@@ -232,6 +246,10 @@ class Federated:
                 result = replace(result, moved=moved)
             yield clients, result
 
+    def _fates(self, clients: Sequence[int], number: int) -> dict[int, str]:
+        """What becomes of chosen clients in a round."""
+        return {client: self.population.fate(self.stage.name, number, client) for client in clients}
+
     def _train(self, clients: list[int], rate: float, effort: "Effort") -> Iterator[tuple[list[int], Trained]]:
         """Local training of all that were reached, as many at a time as fit."""
         if not clients:
@@ -261,7 +279,7 @@ class Federated:
             self._look_ahead()
             if self.settings.blend:  # an update is counted from the weights that were sent, not from a blend of them
                 trained.moved += torch.stack([blends.pop(place) for place in trained.clients]) - received
-            effort.add(trained.sums, self._spans, trained.moved)  # waits for the device
+            effort.add(trained.sums, self._spans, squares_by_span(trained.moved, self._spans))  # waits for the device
             effort.seconds += time.perf_counter() - clock
             members = [clients[place] for place in trained.clients]
             yield members, trained
@@ -357,11 +375,17 @@ class Federated:
             self._diverged(self.state.round)
 
     def _diverged(self, number: int) -> NoReturn:
-        name = self.stage.name
+        name, blame = self.stage.name, ""
+        if self.context.account is not None:
+            blame = (
+                ". The noise of privacy.dp may be the cause: a smaller clip_norm or a larger epsilon means less of it"
+            )
+        elif self.population.hostile and self.settings.aggregator.kind == "mean":
+            blame = ". Hostile clients may be the cause: federation.aggregator names rules that bear some"
         raise Diverged(
             f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
             f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
-            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm"
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm{blame}"
         )
 
     def _choose(self, record: Mapping[str, Any], last: bool) -> None:
@@ -394,25 +418,41 @@ class Federated:
         """
         self._check(record)  # what diverged cannot be sent
         population, name, number = self.population, self.stage.name, self.state.round
-        fates = {client: population.fate(name, number, client) for client in population.cohort(name, number).tolist()}
+        fates = self._fates(population.cohort(name, number).tolist(), number)
         reached = [client for client, fate in fates.items() if population.held[client] and fate != "unavailable"]
         self._send(reached, number - 1)
         self.state.ahead = reached
         clients = [client for client in reached if fates[client] != "crash"]
         if not clients:
             return
-        held = self.feed.take(np.concatenate([population.validation(client) for client in clients]))
+        total, count = sum_over_clients(
+            self.channel,
+            "metrics",
+            number - 1,
+            METRICS,
+            self._measured(clients),
+            FP64,
+            fates,
+            clients=clients,
+            told=self._told,
+        )
+        if count:
+            record["client_val_loss"], record["client_val_accuracy"] = (total / count).tolist()
+
+    def _measured(self, clients: list[int]) -> Iterator[Part]:
+        """Loss and correct answers of the model, summed over the images that each client holds back."""
+        held = self.feed.take(np.concatenate([self.population.validation(client) for client in clients]))
         logits = predict(self.task.model, held, self.context.autocast).double()
         loss, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
         if not bool(loss.isfinite().all()):
-            record["client_val_loss"] = math.nan
-            return
-        ns = population.held[clients].tolist()
+            self._diverged(self.state.round)
+        ns = self.population.held[clients].tolist()
         sums = [part.sum(0) for part in torch.stack([loss, correct], 1).split(ns)]
-        parts = zip(clients, sums, ns, strict=True)
-        total, count = sum_over_clients(self.channel, "metrics", number - 1, METRICS, parts, Coding("fp64"), fates)
-        if count:
-            record["client_val_loss"], record["client_val_accuracy"] = (total / count).tolist()
+        yield from zip(clients, sums, ns, strict=True)
+
+    def _told(self, client: int) -> dict[str, Any]:
+        """What a client that is elsewhere must hear beside its messages."""
+        return {}
 
     # --- masks -------------------------------------------------------------------------------------------------------
 
@@ -518,16 +558,22 @@ class Federated:
         lacking = [client for client in clients if client not in state.ahead]
         over = self.moved or self.space
         values = self._taken(state.theta, self.moved_index)
-        absolute = self.down.format in ("fp32", "coo")  # exact; other formats send the difference from the start
-        base = None if absolute else self._taken(self.base, self.moved_index)
-        sent, key = (values if base is None else values - base).float(), channel.key(state.round, "down")
+        if not self._absolute:
+            values = values - self._taken(self.base, self.moved_index)
+        sent, key = values.float(), channel.key(state.round, "down")
         try:
             message = channel.down("model", lacking, number, over, sent, self.down, key=key)
         except FedsieveError:  # not finite, or too large for the format
             self._diverged(state.round + 1)
-        received = message.values.to(self.theta.dtype)
-        self._lay(received if base is None else base + received, self.moved_index)
+        self._take_model(message.values)
         state.ahead = []
+
+    def _take_model(self, values: Tensor) -> None:
+        """Lay the server's weights over the model, as a message brought them."""
+        received = values.to(self.theta.dtype)
+        if not self._absolute:
+            received = self._taken(self.base, self.moved_index) + received
+        self._lay(received, self.moved_index)
 
     def _send_control(self, clients: Sequence[int]) -> None:
         """SCAFFOLD: send the server's control variate, and keep it as the clients receive it."""
@@ -571,6 +617,11 @@ class Federated:
             moved = self._as_mask(state.moved)
             values = state.theta.index_select(0, moved.indices().to(self.device)).float()
             self.channel.down("model", clients, state.round, moved, values, EXACT, enclose=True)
+
+    @property
+    def _absolute(self) -> bool:
+        """Whether weights are sent as they are, in exact formats, and not as their difference from the stage's start."""
+        return self.down.format in ("fp32", "coo")
 
     @property
     def _mask_travels(self) -> bool:
@@ -699,16 +750,15 @@ class Effort:
     """What the clients of one round did: sums over those that did not go astray."""
 
     def __init__(self) -> None:
-        self.trained = 0
+        self.trained = self.astray = 0
         self.loss = self.correct = self.images = self.seconds = self.drift = 0.0
         self.drift_by_block: dict[str, float] = {}
 
-    def add(self, sums: Tensor, spans: Sequence[tuple[str, int, int]], moved: Tensor) -> None:
-        """Count what some clients did: loss, correct answers, images, and how far they went.
+    def add(self, sums: Tensor, spans: Sequence[Span], squares: Tensor) -> None:
+        """Count what some clients did: loss, correct answers, images, and how far they went (`squares_by_span`).
 
         A client that went astray is left out; its message will be refused.
         """
-        squares = torch.stack([_squares(moved, first, last) for _, first, last in spans])
         sound = squares.sum(0).isfinite() & sums.isfinite().all(1)
         squares = squares[:, sound]
         loss, correct, images = sums[sound].sum(0).tolist()
@@ -722,6 +772,12 @@ class Effort:
             self.drift_by_block[name] = self.drift_by_block.get(name, 0.0) + distance
         self.drift += drift
         self.trained += squares.shape[1]
+        self.astray += len(sums) - squares.shape[1]
+
+
+def squares_by_span(moved: Tensor, spans: Sequence[Span]) -> Tensor:
+    """How far clients (clients, k) went in each span, squared: (spans, clients), float64."""
+    return torch.stack([_squares(moved, first, last) for _, first, last in spans])
 
 
 def _squares(moved: Tensor, first: int, last: int) -> Tensor:
@@ -731,7 +787,7 @@ def _squares(moved: Tensor, first: int, last: int) -> Tensor:
     ).sum(0)
 
 
-def _block_spans(space: ParamSpace, support: Tensor | None) -> list[tuple[str, int, int]]:
+def _block_spans(space: ParamSpace, support: Tensor | None) -> list[Span]:
     """Runs of trained weights that lie in one block: its name, and where they begin and end among the k."""
     cuts = list(space.offsets)
     if support is not None:

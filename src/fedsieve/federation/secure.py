@@ -4,20 +4,21 @@ The scale is public, so clients agree on it by a secure sum too: of how many hav
 two. What goes wrong with clients takes them out of the protocol at one of its phases, drawn by the seed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedsieve.config import Privacy
 from fedsieve.federation.channel import EXACT, Channel
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy import zero_sum
 from fedsieve.privacy.fixed_point import FixedPoint
-from fedsieve.privacy.secagg import PHASES, Aborted, Sent, secure_sum, threshold_of
+from fedsieve.privacy.secagg import PHASES, Aborted, Sent, Server, conduct, secure_sum, threshold_of
 from fedsieve.randomness import generator
 from fedsieve.wire.codec import MessageError
 
@@ -52,9 +53,21 @@ class Taken:
 
 
 def take(
-    channel: Channel, what: str, round: int, inputs: Mapping[int, np.ndarray], threshold: int, lost: Losses
+    channel: Channel,
+    what: str,
+    round: int,
+    clients: Sequence[int],
+    bits: int,
+    count: int,
+    make: Callable[[int], np.ndarray],
+    threshold: int,
+    lost: Losses,
+    terms: Mapping[str, Any],
 ) -> Taken:
-    """The sum of clients' integers, every message of every phase counted; those `lost` fall out on the way."""
+    """The sum of clients' integers, every message of every phase counted; those `lost` fall out on the way.
+
+    `make` gives the `count` integers of a client that is at hand; one elsewhere makes them itself, by the `terms`.
+    """
     drops = {client: phase for client, (phase, why) in lost.items() if why not in ("late", "corrupt")}
 
     def deliver(client: int, phase: int, answer: bytes) -> bytes:
@@ -63,9 +76,13 @@ def take(
         return channel.damaged(answer, round, what, client) if lost.get(client) == (phase, "corrupt") else answer
 
     found, traffic = Taken(), list[Sent]()
-    if len(inputs) >= threshold:
+    if len(clients) >= threshold:
         try:
-            found.survivors, found.total, traffic = secure_sum(inputs, threshold, drops, round, deliver)
+            if (exchange := channel.secret_exchange(what, round, terms)) is not None:
+                result = conduct(Server(clients, threshold, bits, count, round), exchange)
+            else:
+                result = secure_sum({client: make(client) for client in clients}, threshold, drops, round, deliver)
+            found.survivors, found.total, traffic = result
         except Aborted as aborted:
             traffic = aborted.traffic
     why = {client: lost[client][1] for client in drops}
@@ -74,9 +91,9 @@ def take(
         channel.note(round, sent.client, sent.direction, f"{what}.{sent.phase}", sent.size, status)
         if sent.status != "ok":
             why[sent.client] = sent.status
-    found.refused = {client: why.get(client, ABORTED) for client in inputs if client not in found.survivors}
+    found.refused = {client: why.get(client, ABORTED) for client in clients if client not in found.survivors}
     if not traffic:
-        channel.silence(what, list(inputs), round, "up", ABORTED)
+        channel.silence(what, clients, round, "up", ABORTED)
     return found
 
 
@@ -133,19 +150,39 @@ def weighted_sum(
     Values beyond the bound are cut. Who has no row is lost before it would be sent, and whose row is not finite is then.
     """
     privacy, gone = channel.privacy, dict(lost)
-    point = FixedPoint(privacy.bits, len(asked), privacy.bound * weight_bound, weight_bound)
-    inputs = dict.fromkeys(asked, np.zeros(k + point.digits, f"<u{privacy.bits // 8}"))
+    point = update_point(privacy, len(asked), weight_bound)
     for client, row in rows.items():
-        if np.isfinite(row).all():
-            draws = channel.uniforms(round, "update", client, count=k)
-            cut = np.clip(row, -privacy.bound, privacy.bound, dtype=np.float64)  # in float32 the bound may round up
-            inputs[client] = point.encode(cut, weights[client], draws)
-        elif gone.get(client, (PAD, ""))[0] >= PAD:
+        if not np.isfinite(row).all() and gone.get(client, (PAD, ""))[0] >= PAD:
             gone[client] = PAD, ASTRAY
             channel.silence("update", [client], round, "up", ASTRAY)
-    found = take(channel, "update", round, inputs, threshold_of(privacy.threshold, len(asked)), gone)
+
+    def make(client: int) -> np.ndarray:
+        row = rows.get(client)
+        if row is None or not np.isfinite(row).all():
+            return np.zeros(k + point.digits, f"<u{privacy.bits // 8}")
+        return update_input(channel, round, client, row, weights[client], point)
+
+    terms, threshold = (
+        {"clients": len(asked), "weight_bound": weight_bound},
+        threshold_of(privacy.threshold, len(asked)),
+    )
+    found = take(channel, "update", round, asked, privacy.bits, k + point.digits, make, threshold, gone, terms)
     total, weight = (np.zeros(k), 0) if found.total is None else point.decode(found.total)
     return torch.from_numpy(total).to(channel.device), weight, found
+
+
+def update_point(privacy: Privacy, clients: int, weight_bound: int) -> FixedPoint:
+    """How updates of so many clients are written as integers."""
+    return FixedPoint(privacy.bits, clients, privacy.bound * weight_bound, weight_bound)
+
+
+def update_input(
+    channel: Channel, round: int, client: int, row: np.ndarray, weight: int, point: FixedPoint
+) -> np.ndarray:
+    """What a client puts into the sum of updates. Values beyond the bound are cut."""
+    bound = channel.privacy.bound
+    cut = np.clip(row, -bound, bound, dtype=np.float64)  # in float32 the bound may round up
+    return point.encode(cut, weight, channel.uniforms(round, "update", client, count=len(row)))
 
 
 def zero_sum_mean(
@@ -211,20 +248,56 @@ def _sum_of_group(
     sizes: Sequence[int],
     lost: Losses,
 ) -> np.ndarray:
-    threshold, starts = threshold_of(channel.privacy.threshold, len(rows)), np.cumsum([0, *sizes[:-1]])
-    exponents = {client: _exponents(np.maximum.reduceat(np.abs(row), starts)) for client, row in rows.items()}
-    scale = take(channel, f"{what}.scale", round, exponents, threshold, lost)
+    threshold, count = threshold_of(channel.privacy.threshold, len(rows)), len(sizes) * len(EXPONENTS)
+    terms: dict[str, Any] = {"clients": len(rows)}
+    scale = take(
+        channel,
+        f"{what}.scale",
+        round,
+        list(rows),
+        16,
+        count,
+        lambda client: scale_input(rows[client], sizes),
+        threshold,
+        lost,
+        terms,
+    )
     if scale.total is None:
         return np.zeros(sum(sizes))
     seen = scale.total.reshape(len(sizes), len(EXPONENTS)) > 0
     largest = EXPONENTS[-1] - seen[:, ::-1].argmax(1)
-    point = FixedPoint(64, len(rows), np.repeat(2.0**largest, sizes))
-    inputs = {}
-    for client in scale.survivors:
-        draws = channel.uniforms(round, what, client, count=sum(sizes))
-        inputs[client] = point.encode(rows[client], 1, draws)
-    found = take(channel, what, round, inputs, threshold, {})
+    point = point_at(len(rows), largest, sizes)
+    terms |= {"largest": largest.tolist()}
+    found = take(
+        channel,
+        what,
+        round,
+        scale.survivors,
+        64,
+        sum(sizes) + point.digits,
+        lambda client: scaled_input(channel, what, round, client, rows[client], point),
+        threshold,
+        {},
+        terms,
+    )
     return np.zeros(sum(sizes)) if found.total is None else point.decode(found.total)[0]
+
+
+def point_at(clients: int, largest: Sequence[int] | np.ndarray, sizes: Sequence[int]) -> FixedPoint:
+    """How tensors of these `sizes` are written as integers, if their values stay below these powers of two."""
+    return FixedPoint(64, clients, np.repeat(2.0 ** np.asarray(largest), sizes))
+
+
+def scaled_input(
+    channel: Channel, what: str, round: int, client: int, row: np.ndarray, point: FixedPoint
+) -> np.ndarray:
+    """What a client puts into a sum at 64 bits."""
+    return point.encode(row, 1, channel.uniforms(round, what, client, count=len(row)))
+
+
+def scale_input(row: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """And into the sum before it, by which the scale of each tensor is agreed on."""
+    return _exponents(np.maximum.reduceat(np.abs(row), np.cumsum([0, *sizes[:-1]])))
 
 
 def _exponents(largest: np.ndarray) -> np.ndarray:

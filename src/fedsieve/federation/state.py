@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fedsieve.config import Experiment
 from fedsieve.federation.channel import Channel
 from fedsieve.federation.population import Population
+from fedsieve.federation.sites import Sites
 from fedsieve.federation.store import ClientStore
 from fedsieve.federation.team import Team
 from fedsieve.mask.mask import Mask
@@ -40,6 +41,7 @@ class ServerState:
     known: dict[str, int] = field(default_factory=dict)  # the newest mask that each client has
     ahead: list[int] = field(default_factory=list)  # clients that have the newest weights already, to measure them
     given: list[int] = field(default_factory=list)  # clients whose own mask the server has
+    memory: dict[str, int] = field(default_factory=dict)  # sites elsewhere: the valid version of what each remembers
     refused: dict[str, int] = field(default_factory=dict)  # replies that did not count, by reason
     drift: float | None = None  # of the last round
     best_at: int | None = None
@@ -109,6 +111,7 @@ class Context:
     account: Account | None = None  # under differential privacy
     say: Callable[[str], None] = lambda _: None
     keep_mask: Callable[[str, Mask], None] = lambda *_: None  # a name without the stage's, and a new mask
+    sites: Sites | None = None  # where clients are elsewhere
     team: Team | None = None  # the ranks that share the work; None: this process is alone
 
     def channel(self, stage: str, device: torch.device) -> Channel:

@@ -54,6 +54,13 @@ class ClientStore:
         if self._bytes > self.memory:
             self.write(round)
 
+    def drop(self, client: int, names: Iterable[str]) -> None:
+        """Forget some of what a client remembers."""
+        kept = self.get(client)
+        for name in names:
+            del kept[name]
+        self._fresh[client] = kept
+
     def write(self, round: int) -> dict[str, int]:
         """Bring everything to the disk, and give the table of versions for a checkpoint."""
         for client, tensors in self._fresh.items():

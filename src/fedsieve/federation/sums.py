@@ -4,7 +4,7 @@ Plain ones add up in float64, in the order of the clients, one at a time, so tha
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 from fedsieve.config import Aggregator, Experiment
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.aggregators import Robust, aggregate, check
-from fedsieve.federation.channel import EXACT, Channel, Reply
+from fedsieve.federation.channel import EXACT, Channel, Part, Reply, Told
 from fedsieve.federation.secure import sum_at_64_bits
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
@@ -24,7 +24,6 @@ from fedsieve.privacy.dp import Account, clipped
 from fedsieve.privacy.fixed_point import FixedPoint
 from fedsieve.wire.codec import Coding, MessageError
 
-Part = tuple[int, Tensor, int]  # a client, its values (k,), and its n
 PRECISION = {"fp32": torch.float32, "fp64": torch.float64}  # in which scores and statistics are sent
 IN_MEMORY = 2**31  # bytes of updates
 
@@ -131,7 +130,7 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
 
 def robust(rule: Aggregator) -> Robust:
     """What a robust rule is told."""
-    return Robust(rule.share, rule.f, rule.m, "median" if rule.limit is None else rule.limit)
+    return Robust(rule.share, rule.f, rule.m, rule.mix, "median" if rule.limit is None else rule.limit)
 
 
 def private_mean(
@@ -157,21 +156,22 @@ def sum_over_clients(
     parts: Iterable[Part],
     coding: Coding = EXACT,
     fates: Mapping[int, str] | None = None,
+    *,
+    clients: Sequence[int] = (),
+    told: Told = lambda _: {},
 ) -> tuple[Tensor, int]:
     """The sum of what clients send, (k,), float64, and of their n; in secret, or with noise, where privacy asks for it.
 
     Without `fates` it is of all or of none: a refused reply is raised. With noise every client counts once, and n is
-    their number.
+    their number. Where `clients` are elsewhere they are asked, and `parts` is left alone.
     """
     k = over.count if isinstance(over, Mask) else over.size
     if channel.privacy.aggregation == "secagg":
         sizes = list(over.counts().values()) if isinstance(over, Mask) else np.diff(over.offsets).tolist()
-        exact = ((client, values.to(PRECISION[coding.format]), n) for client, values, n in parts)
+        made = channel.gathered(what, clients, round, parts, fates, told)
+        exact = ((client, values.to(PRECISION[coding.format]), n) for client, values, n in made)
         return sum_at_64_bits(channel, what, round, exact, sizes, fates or {})
-    replies = (
-        channel.up(what, [client], round, over, values[None], coding, [n], fates=fates)[0]
-        for client, values, n in parts
-    )
+    replies = channel.collect(what, clients, round, over, coding, parts, fates, told)
     if channel.account is not None:
         return _noisy_sum(channel.account, what, replies, k)
     total, seen = torch.zeros(k, dtype=torch.float64, device=channel.device), 0

@@ -16,9 +16,9 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -55,6 +55,7 @@ _KEYS = struct.Struct(f"<I{KEY}s{KEY}s")  # client, its public keys
 _SEALED = struct.Struct(f"<I{NONCE + SEED + KEY + TAG}s")  # client, its encrypted share
 _SURVIVOR = struct.Struct("<I")
 _COMMITMENT = _DIGEST = 16  # bytes
+_SINGLE, _TABLES = ("session", "invitation", "binding", "share_key", "pad_key", "seed"), ("keys", "secrets", "shares")
 
 
 class Aborted(FedsieveError):
@@ -89,6 +90,20 @@ class Client:
         self.session = session
         self.phase += 1
         return _seal(self.phase - 1, self.round, self.id, session, answer)
+
+    def state(self) -> dict[str, Any]:
+        """All but the values, as JSON can hold it. Whoever reads it can take the pads off: keep it as secret as they."""
+        single = {name: getattr(self, name).hex() for name in _SINGLE}
+        tables = {name: {str(key): value.hex() for key, value in getattr(self, name).items()} for name in _TABLES}
+        return {"phase": self.phase, "threshold": self.threshold, **single, **tables}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be the client again that gave this `state`."""
+        self.phase, self.threshold = state["phase"], state["threshold"]
+        for name in _SINGLE:
+            setattr(self, name, bytes.fromhex(state[name]))
+        for name in _TABLES:
+            setattr(self, name, {int(key): bytes.fromhex(value) for key, value in state[name].items()})
 
     def _advertise(self, message: bytes, body: memoryview) -> bytes:
         """Take the terms; make keys."""
@@ -294,6 +309,10 @@ class SecureSum(NamedTuple):
     traffic: list[Sent]
 
 
+Arrival = tuple[int, int, bytes | MessageError]  # a client, the size of its answer, and what came of it
+Exchange = Callable[[int, Mapping[int, bytes]], Iterable[Arrival]]  # from a phase and its messages
+
+
 def secure_sum(
     inputs: Mapping[int, np.ndarray],
     threshold: int,
@@ -307,22 +326,37 @@ def secure_sum(
     takes a client's answer in a phase and gives what arrives of it, or refuses it itself (`MessageError`); whose answer
     is refused is out. With fewer than `threshold` left the sum is `Aborted`.
     """
-    drops, traffic = drops or {}, list[Sent]()
-    first = next(iter(inputs.values()))
+    drops, first = drops or {}, next(iter(inputs.values()))
     clients = {client: Client(client, values, round, threshold) for client, values in inputs.items()}
-    server = Server(inputs.keys(), threshold, 8 * first.itemsize, len(first), round)
+
+    def exchange(phase: int, messages: Mapping[int, bytes]) -> Iterator[Arrival]:
+        for client, message in messages.items():
+            if drops.get(client, len(PHASES)) > phase:
+                answer = clients[client].reply(message)
+                try:
+                    yield client, len(answer), deliver(client, phase, answer)
+                except MessageError as error:
+                    yield client, len(answer), error
+
+    return conduct(Server(inputs.keys(), threshold, 8 * first.itemsize, len(first), round), exchange)
+
+
+def conduct(server: Server, exchange: Exchange) -> SecureSum:
+    """Lead a secure sum to its end, or until it is `Aborted`. `exchange` brings a phase's messages to clients."""
+    traffic = list[Sent]()
     try:
         while messages := server.next():
-            phase = server.phase
-            for client, message in messages.items():
-                traffic.append(Sent(client, "down", PHASES[phase], len(message)))
-                if drops.get(client, len(PHASES)) > phase:
-                    answer, status = clients[client].reply(message), "ok"
-                    try:
-                        server.receive(client, deliver(client, phase, answer))
-                    except MessageError as error:
-                        status = error.reason
-                    traffic.append(Sent(client, "up", PHASES[phase], len(answer), status))
+            phase = PHASES[server.phase]
+            traffic += [Sent(client, "down", phase, len(message)) for client, message in messages.items()]
+            for client, size, answer in exchange(server.phase, messages):
+                status = "ok"
+                try:
+                    if isinstance(answer, MessageError):
+                        raise answer
+                    server.receive(client, answer)
+                except MessageError as error:
+                    status = error.reason
+                traffic.append(Sent(client, "up", phase, size, status))
     except Aborted as aborted:
         aborted.traffic = traffic
         raise

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import hashlib
 import io
 import json
 import math
@@ -24,8 +23,11 @@ from torch import Tensor
 
 from fedsieve import launch
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
+from fedsieve.data.partitions import client_accuracies
 from fedsieve.data.store import to_rows
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.personal import PersonalModels, chosen_clients
+from fedsieve.federation.sites import Transport
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.team import LostRank, Team
 from fedsieve.files import write_atomic, write_json
@@ -49,7 +51,8 @@ from fedsieve.runner.federated import (
 )
 from fedsieve.runner.progress import Display
 from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
-from fedsieve.runner.setup import Setup, fit_stage, preflight, prepare
+from fedsieve.runner.remote import Tested, check_place, meet_sites, test_at_sites
+from fedsieve.runner.setup import Setup, config_digest, fit_stage, preflight, prepare
 from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
@@ -67,12 +70,13 @@ def run(
     display: Display | None = None,
     page: bool = True,
     shared: Shared | None = None,
+    transport: Transport | None = None,
 ) -> dict[str, Any]:
     """Run an experiment into a new folder and return its summary (also in summary.json).
 
     Without `page`, no report.html is drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of one
-    process may hand what they loaded from one to the next in `shared`. Under torchrun, ranks other than 0 help rank 0, and
-    end here when it ends.
+    process may hand what they loaded from one to the next in `shared`. With a `transport`, clients are sites elsewhere. Under
+    torchrun, ranks other than 0 help rank 0, and end here when it ends.
     """
     folder, display = Path(folder), display or Display.silent()
     check_launch(experiment)
@@ -87,7 +91,7 @@ def run(
     except OSError as error:
         raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
     try:
-        return _execute(experiment, folder, display, page, shared)
+        return _execute(experiment, folder, display, page, shared, transport)
     except FedsieveError as error:
         metrics = folder / "metrics.jsonl"
         begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
@@ -107,7 +111,11 @@ def check_free(folder: Path) -> None:
 
 
 def resume(
-    folder: str | Path, display: Display | None = None, page: bool = True, shared: Shared | None = None
+    folder: str | Path,
+    display: Display | None = None,
+    page: bool = True,
+    shared: Shared | None = None,
+    transport: Transport | None = None,
 ) -> dict[str, Any]:
     """Continue a run where its newest intact checkpoint left it; a finished run is only shown again."""
     folder, display = Path(folder), display or Display.silent()
@@ -127,7 +135,7 @@ def resume(
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display, page, shared)
+    return _execute(experiment, folder, display, page, shared, transport)
 
 
 def _write_page(folder: Path) -> None:
@@ -153,11 +161,17 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _execute(
-    experiment: Experiment, folder: Path, display: Display, page: bool, shared: Shared | None
+    experiment: Experiment,
+    folder: Path,
+    display: Display,
+    page: bool,
+    shared: Shared | None,
+    transport: Transport | None,
 ) -> dict[str, Any]:
+    check_place(experiment, folder, transport)
     with leading(experiment) as team, _only_process(folder), _stop_signals() as signals, display:
         try:
-            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), team).go()
+            summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), team, transport).go()
             if page:
                 _write_page(folder)
             return summary
@@ -194,9 +208,10 @@ class _Run:
         signals: "_Signals",
         shared: Shared,
         team: Team | None,
+        transport: Transport | None,
     ) -> None:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
-        self.shared, self.team = shared, team
+        self.shared, self.team, self.transport = shared, team, transport
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
         self.records = 0  # lines of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
@@ -248,6 +263,9 @@ class _Run:
             )
             if self.team:
                 share(self.team, self.setup, self.marks)
+            if self.transport is not None:
+                weights = self.marks["model.weights"]
+                self.context.sites = meet_sites(self.context, self.setup, weights, self.folder, self.transport)
             if not (self.folder / CLIENTS).exists():
                 write_clients(self.context.population, None, self.folder / CLIENTS)
         with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
@@ -383,7 +401,9 @@ class _Run:
     def _maybe_save(self, stage: Stage) -> None:
         """Save when it is time, or when the process was asked to stop; then stop."""
         signal_number = self.signals.received
-        if signal_number is not None or time.perf_counter() - self.clock >= self.experiment.checkpoint.every_seconds:
+        # What sites have done cannot be had again by doing it again.
+        due = self.transport or time.perf_counter() - self.clock >= self.experiment.checkpoint.every_seconds
+        if signal_number is not None or due:
             self._save()
         if signal_number is not None:
             raise FedsieveError(
@@ -460,7 +480,7 @@ class _Run:
     def _finish(self) -> dict[str, Any]:
         """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
         setup = self.setup
-        test = setup.test_feed() if self.experiment.test else None
+        test = setup.test_feed() if self.experiment.test and self.experiment.data.source != "none" else None
         setup.model.load_state_dict(self.initial)
         stages = {}
         for stage, theta, finished in zip(self.experiment.stages, self.chosen, self.finished, strict=True):
@@ -476,6 +496,13 @@ class _Run:
             self._write_predictions(logits, test)
         save_model(self.folder / FINAL, setup)
         last = stages[self.experiment.stages[-1].name]
+        images, clients = 0 if test is None else len(test), dict[str, Any]()
+        if self.context and self.experiment.test:
+            correct = None if test is None else (logits.argmax(1) == test.labels).cpu().numpy()
+            clients, found, seen = self._test_clients(self.context, correct, test)
+            if test is None:  # nobody but sites has images to test on
+                images = seen
+                last |= found
         summary = {
             "name": self.experiment.name,
             "seed": self.experiment.seed,
@@ -483,13 +510,13 @@ class _Run:
             "seconds": self.seconds + time.perf_counter() - self.clock,
             "device": device_name(setup.device),
             "peak_memory": torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else None,
-            "train_images": len(setup.train),
+            "train_images": int(self.context.population.shards.sizes.sum()) if self.context else len(setup.train),
             "val_images": len(setup.validation),
-            "test_images": 0 if test is None else len(test),
+            "test_images": images,
             "classes": len(setup.class_names),
             "parameters": sum(parameter.numel() for parameter in setup.model.parameters()),
             **self._summarise_federation(stages),
-            **({} if test is None else self._test_clients(logits, test)),
+            **clients,
             "stages": stages,
         }
         write_json(self.folder / "summary.json", summary)
@@ -518,20 +545,35 @@ class _Run:
             "privacy": describe_privacy(self.context),
         }
 
-    def _test_clients(self, logits: Tensor, test: Feed) -> dict[str, Any]:
-        """How the final model, and personal ones, serve the clients of a federation."""
-        if self.context is None:
-            return {}
-        population = self.context.population
-        correct = (logits.argmax(1) == test.labels).cpu().numpy()
-        personal = {}
-        if population.settings.personal:
-            sieve, space = self.experiment.mask_of(final := self.experiment.stages[-1]), self.setup.space(final)
-            shared = sieve is not None and sieve.scope != "client"
-            mask = Mask(space, self.masks[-1].numpy()) if shared else None
-            personal = {"personal": personal_summary(self.context, mask, correct, test, self.folder)}
-        labels = test.labels.cpu().numpy()
-        return {"client_accuracy": client_summary(population, correct, labels, self.folder / CLIENTS), **personal}
+    def _test_clients(
+        self, context: Context, correct: np.ndarray | None, test: Feed | None
+    ) -> tuple[dict[str, Any], dict[str, float], int]:
+        """How the final model, and personal ones, serve clients; what sites found on images of their own, and on how many.
+
+        `correct` (T,) is what the model got right of `test`.
+        """
+        people, own, final = context.population, self.experiment.own_images, self.experiment.stages[-1]
+        personal, sieve = people.settings.personal, self.experiment.mask_of(final)
+        shared = sieve is not None and sieve.scope != "client"
+        mask = Mask(self.setup.space(final), self.masks[-1].numpy()) if personal and shared else None
+        chosen = chosen_clients(people, personal.clients) if personal else np.arange(0)
+        tested, models = Tested(), dict[str, np.ndarray]()
+        if context.sites and (own or personal):
+            tested = test_at_sites(context, final, mask, chosen)
+            accuracy, models = tested.accuracy, tested.personal
+        if not own:
+            assert correct is not None and test is not None
+            accuracy = client_accuracies(correct, test.labels.cpu().numpy(), people.counts, len(people))
+        if personal and not models:
+            assert test is not None
+            made = PersonalModels(context, chosen, mask, test)
+            models = {method: made.accuracies(method) for method in personal.methods}
+        described = {"client_accuracy": client_summary(people, accuracy, self.folder / CLIENTS)}
+        if personal:
+            described["personal"] = personal_summary(
+                people, chosen, {"global": accuracy[chosen], **models}, self.folder
+            )
+        return described, tested.found, tested.images
 
     def _write_predictions(self, logits: Tensor, test: Feed) -> None:
         """Answers to the whole test set, and some of its pictures, for the page."""
@@ -548,18 +590,6 @@ class _Run:
             sample_images=test.store.batch(to_rows(test.rows[sample])).cpu().numpy(),
         )
         write_atomic(self.folder / "predictions.npz", buffer.getvalue())
-
-
-def config_digest(experiment: Experiment) -> str:
-    """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
-    incidental: Any = {
-        "device": True,
-        "tracking": True,
-        "checkpoint": True,
-        "test": True,
-        "data": {"cache", "placement"},
-    }
-    return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 
 # --- finished models -------------------------------------------------------------------------------------------------

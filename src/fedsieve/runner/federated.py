@@ -2,6 +2,7 @@
 
 import io
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from fedsieve.config import Experiment, Stage
-from fedsieve.data.partitions import client_accuracies
+from fedsieve.data.partitions import Shards
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.attacks import label_flip
 from fedsieve.federation.calibrate import sieve_at
 from fedsieve.federation.channel import EXACT, Channel
-from fedsieve.federation.personal import PersonalModels, chosen_clients, spread_apart
-from fedsieve.federation.population import Population, make_population
+from fedsieve.federation.personal import spread_apart
+from fedsieve.federation.population import Population, dealt, make_population
+from fedsieve.federation.remote import RemoteChannel, RemoteRounds
 from fedsieve.federation.ridge import federated_ridge
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context, ServerState
@@ -32,7 +34,6 @@ from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account, bound_key, load_or_make_key
 from fedsieve.runner.setup import Setup, chosen_executor, feature_feeds
-from fedsieve.train.feed import Feed
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.sieve import reached_sparsity
 from fedsieve.wire.ledger import Ledger
@@ -50,7 +51,12 @@ def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Po
     if settings.partition.kind == "natural":
         assert settings.partition.column is not None
         groups = load_column(experiment.data, "train", settings.partition.column)[rows]
-    population = make_population(settings, labels, experiment.seed, groups)
+    if experiment.own_images:
+        assert settings.clients is not None
+        nothing = Shards(np.arange(0), np.zeros(settings.clients + 1, dtype=np.int64))
+        population = dealt(settings, experiment.seed, nothing, np.arange(0))
+    else:
+        population = make_population(settings, labels, experiment.seed, groups)
     check_numbers(experiment, population.cohort_size, population.trainers)
     if population.cohort_size < settings.minimum_replies:
         raise FedsieveError(
@@ -135,7 +141,8 @@ def fit_rounds(
     context.keep_mask = keep_mask
     if state is None and (told := stage.spent):
         context.say(f"{stage.name}: {told}")
-    federated = Federated(context, stage, space, forward, theta, train, validate, state)
+    loop = Federated if context.sites is None else RemoteRounds
+    federated = loop(context, stage, space, forward, theta, train, validate, state)
     return space, federated.state, federated.rounds()
 
 
@@ -151,7 +158,9 @@ def fit_ridge(
         clock = time.perf_counter()
         sent = dict(context.ledger.total) if context else {}
         train, validation = feature_feeds(setup)
-        assert train.features is not None
+        features = train.features
+        if features is None:  # images are elsewhere
+            features = torch.empty(0, space.shapes[space.names.index("head.weight")][1], device=setup.device)
         clients = [(0, np.arange(len(train)))]
         if context:
             people = context.population
@@ -159,26 +168,31 @@ def fit_ridge(
             clients = [(client, people.examples(client)) for client in numbers]
 
         device = train.labels.device
-        channel = (
-            context.channel(stage.name, device) if context else Channel(None, setup.experiment.seed, stage.name, device)
-        )
+        channel = Channel(None, setup.experiment.seed, stage.name, device)
+        if context:
+            channel = context.channel(stage.name, device)
+        if context and context.sites:
+            channel = RemoteChannel(context, stage.name, state, device)
         if context and (before := context.changed_weights(but=space)) is not None:
             mask, values = before  # features are those of the backbone as it is now
             channel.down("context", [client for client, _ in clients], 0, mask, values.float(), EXACT, enclose=True)
         held = None if validation.features is None else (validation.features, validation.labels)
         weight, bias, chosen = federated_ridge(
-            stage.ridge, train.features, train.labels, len(setup.class_names), clients, held, channel
+            stage.ridge, features, train.labels, len(setup.class_names), clients, held, channel
         )
         parts = {"head.weight": weight, "head.bias": bias}
         theta = space.flatten({name: parts[name].to(state.theta.dtype) for name in space.names})
         space.write(setup.model, theta)
         state.theta, state.round, state.best_at, state.done = theta, 1, 1, True
         record: dict[str, Any] = {"stage": stage.name, "round" if context else "epoch": 1}
-        record |= measure(predict(setup.model.head, train, setup.autocast), train.labels, "train")
+        if len(train):
+            record |= measure(predict(setup.model.head, train, setup.autocast), train.labels, "train")
         record |= chosen
         if context:
             record |= {f"bytes_{way}": context.ledger.total[way] - sent[way] for way in ("up", "down")}
-            record |= {"cohort": len(clients), "replies": len(clients), "refused": {}}
+            state.refused = dict(Counter(channel.lost.values()))
+            replies = len(clients) - len(channel.lost)
+            record |= {"cohort": len(clients), "replies": replies, "refused": state.refused}
         if context and context.account:
             record["epsilon"] = context.account.spent()
         record |= setup.validate(setup.model.head, validation) | watch()
@@ -189,9 +203,8 @@ def fit_ridge(
     return space, state, solved()
 
 
-def client_summary(population: Population, correct: np.ndarray, labels: np.ndarray, file: Path) -> dict[str, Any]:
+def client_summary(population: Population, accuracy: np.ndarray, file: Path) -> dict[str, Any]:
     """How well the global model serves each client, whose test set has its own shares of classes; details in `file`."""
-    accuracy = client_accuracies(correct, labels, population.counts, len(population))
     write_clients(population, accuracy, file)
     return spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers))
 
@@ -214,19 +227,9 @@ def write_clients(population: Population, accuracy: np.ndarray | None, file: Pat
 
 
 def personal_summary(
-    context: Context, mask: Mask | None, correct: np.ndarray, test: Feed, folder: Path
+    population: Population, clients: np.ndarray, accuracy: Mapping[str, np.ndarray], folder: Path
 ) -> dict[str, Any]:
-    """How well personal models serve their clients, beside the global one, which got `correct` (T,) right.
-
-    `mask` is what all clients trained in the chosen round of the last stage. Details are in personal.npz.
-    """
-    population, settings = context.population, context.population.settings.personal
-    assert settings is not None
-    clients = chosen_clients(population, settings.clients)
-    labels = test.labels.cpu().numpy()
-    accuracy = {"global": client_accuracies(correct, labels, population.counts, len(population))[clients]}
-    models = PersonalModels(context, clients, mask, test)
-    accuracy |= {method: models.accuracies(method) for method in settings.methods}
+    """How well personal models serve their `clients`, by method, beside the global one. Details are in personal.npz."""
     strangers = np.isin(clients, population.strangers)
     buffer = io.BytesIO()
     np.savez_compressed(

@@ -222,7 +222,10 @@ LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
         _field(Correction, "kind", CORRECTIONS),
     ),
     "weighting": ("federation.weighting: how much a client counts", _field(Federation, "weighting", WEIGHTING)),
-    "aggregators": ("federation.aggregator: how updates become one", _words(AggregatorKind, AGGREGATORS)),
+    "aggregators": (
+        "federation.aggregator: how updates become one; all but mean also after `mix`, for clients that differ",
+        _words(AggregatorKind, AGGREGATORS),
+    ),
     "attacks": ("federation.attack: what hostile clients do", _words(AttackKind, ATTACKS)),
     "aggregations": ("privacy.aggregation: what the server sees of updates", _words(Aggregation, AGGREGATIONS)),
     "personal": ("federation.personal.methods: clients' own models at the end", _words(PersonalMethod, PERSONAL)),

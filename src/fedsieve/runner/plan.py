@@ -9,6 +9,8 @@ from torch import nn
 from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.data.sources import choose_classes, count_images, survey
 from fedsieve.data.store import free_memory
+from fedsieve.federation.aggregators import kept_out
+from fedsieve.federation.sums import robust
 from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier
@@ -19,6 +21,7 @@ from fedsieve.runner.environment import device_name
 from fedsieve.runner.estimate import Estimate, People, context_bytes, estimate
 from fedsieve.runner.federated import populate
 from fedsieve.runner.ranks import check_launch
+from fedsieve.runner.remote import check_alone
 from fedsieve.runner.setup import blank_model, preflight, split_rows
 from fedsieve.runner.tracking import make_trackers
 from fedsieve.train.sieve import check_sieve, taking_part
@@ -27,6 +30,7 @@ from fedsieve.train.sieve import check_sieve, taking_part
 def plan(experiment: Experiment) -> list[tuple[str, str]]:
     """Rows of (what, how much)."""
     check_launch(experiment)
+    check_alone(experiment)
     device = preflight(experiment)
     make_trackers(experiment.tracking)
     data = experiment.data
@@ -159,8 +163,13 @@ def trust_lines(experiment: Experiment, people: People, sigma: float) -> list[tu
     if settings.aggregator.kind != "mean":
         said.append(f"{settings.aggregator.kind} of the updates")
     if settings.attack:
-        count = round(settings.attack.fraction * people.clients)
-        said.append(f"{count:,} hostile clients ({settings.attack.kind})")
+        count, rule = round(settings.attack.fraction * people.clients), settings.aggregator
+        most = min(count, people.cohort)
+        said.append(
+            f"{count:,} hostile clients ({settings.attack.kind}), up to {most:,} of {people.cohort:,} in a round"
+        )
+        if rule.kind != "mean" and (bears := kept_out(rule.kind, people.cohort, robust(rule))) < most:
+            said.append(f"{rule.kind} as it is set leaves {bears:,} of them aside")
     return [("trust", "; ".join(said))] if said else []
 
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -34,6 +35,18 @@ from fedsieve.train.savings import spare_frozen
 from fedsieve.train.sieve import check_sieve
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def config_digest(experiment: Experiment) -> str:
+    """A digest of what decides the weights: not of where they are computed, logged, cached or saved, or if tested."""
+    incidental: Any = {
+        "device": True,
+        "tracking": True,
+        "checkpoint": True,
+        "test": True,
+        "data": {"cache", "placement"},
+    }
+    return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
 
 
 def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.device:
@@ -160,18 +173,24 @@ def _few(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def prepare(experiment: Experiment, display: Display, shared: Shared | None = None) -> Setup:
-    """Load data and model, or take what earlier runs left in `shared`."""
+def prepare(experiment: Experiment, display: Display, shared: Shared | None = None, server: bool = True) -> Setup:
+    """Load data and model, or take what earlier runs left in `shared`.
+
+    Where clients are sites with images of their own, as the `server` has them, or as a site does.
+    """
     shared = shared or Shared(keep=False)
     device = preflight(experiment, shared)
     set_deterministic(experiment.deterministic)
     data = experiment.data
     images = shared.images(data, "train", display.say)
-    rows, held = split_rows(experiment, images.labels.numpy())
+    if sites := server and experiment.own_images:  # who train on their own: what the server holds is for validation
+        rows, held = np.arange(0), np.arange(len(images))
+    else:
+        rows, held = split_rows(experiment, images.labels.numpy())
     # Split first, choose classes second: the split is then the same whatever the classes.
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
-    if not len(train_rows):
+    if not len(train_rows) and not sites:
         chosen = "" if data.classes is None else " of data.classes"
         raise FedsieveError(f"data.val_fraction: {data.val_fraction:g} leaves no image{chosen} to train on")
     transform = make_transform(data, *statistics(data, images.images, train_rows))

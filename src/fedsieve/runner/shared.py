@@ -18,7 +18,7 @@ from fedsieve.model.weights import load_classifier
 T = TypeVar("T")
 # What decides which pixels a split has; the rest of a data section says how they are used.
 PIXELS = {"source", "subset", "revision", "image_column", "label_column", "train_split", "test_split", "test_fraction"}
-PIXELS |= {"size", "cache"}
+PIXELS |= {"size", "cache", "class_names"}
 
 
 class Shared:

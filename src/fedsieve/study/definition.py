@@ -352,8 +352,9 @@ def miniature(tree: Mapping[str, Any]) -> dict[str, Any]:
         federation["clients"] = TINY_CLIENTS
         if federation.get("partition", {}).get("nc"):
             federation["partition"]["nc"] = min(federation["partition"]["nc"], TINY_CLASSES)
-        if isinstance(federation.get("aggregator"), dict):
-            federation["aggregator"]["f"] = 0
+        if isinstance(rule := federation.get("aggregator"), dict):  # which a handful of clients must do for
+            few = {"f": 0, "mix": 0, "m": 1, "share": 0.1}
+            rule |= {key: few[key] for key in few.keys() & rule.keys()}
         if federation.get("personal"):
             federation["personal"] |= {"clients": 2, "local": {"steps": 1}}
     for stage in (stage for stage in small["stages"] if stage.get("method") != "ridge"):

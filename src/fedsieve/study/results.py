@@ -21,7 +21,7 @@ from fedsieve.report.folder import RunFolder, read_masks, read_run
 from fedsieve.report.html import flatten
 from fedsieve.report.masks import pairs
 from fedsieve.report.traffic import of_dense, read_traffic
-from fedsieve.runner.experiment import config_digest
+from fedsieve.runner.setup import config_digest
 from fedsieve.study.definition import ClaimSpec, Row, Study
 
 State = Literal["finished", "diverged", "not run", "unfinished", "damaged", "another config"]

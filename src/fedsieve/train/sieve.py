@@ -130,6 +130,17 @@ def reached_sparsity(mask: Mask, sieve: Sieve, model: nn.Module) -> float:
     return 1 - mask.count / taking if taking else 0.0
 
 
+def starting_mask(sieve: Sieve, model: nn.Module, space: ParamSpace) -> Mask:
+    """What calibration begins with: all weights that can be in the mask in the end."""
+    taking = taking_part(sieve, model, space)
+    heads = attention_heads(model) if sieve.granularity == "attention_head" else None
+    k = round((1 - sieve.sparsity) * int(taking.sum()))
+    lasting = can_last(
+        k, taking, space, granularity=sieve.granularity, min_active_per_tensor=sieve.min_active_per_tensor, heads=heads
+    )
+    return Mask.from_bool(space, lasting)
+
+
 def check_sieve(sieve: Sieve, model: nn.Module, space: ParamSpace) -> None:
     """Refuse a mask that cannot be made, before anything is scored: too sparse for its floors or its groups."""
     check_request(sieve.allocation, sieve.granularity)

@@ -1,0 +1,82 @@
+"""Flower's simulation: the server and all sites of an experiment on one machine, sites in Ray's processes."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.serverapp import Grid, ServerApp
+from rich.console import Console
+
+from fedsieve.config import Experiment
+from fedsieve.errors import FedsieveError
+from fedsieve.flower.app import DEADLINE, client_app, serve
+from fedsieve.runner.remote import check_remote
+from fedsieve.runner.setup import preflight
+from fedsieve.runner.site import Place, answer
+
+WAIT = 300.0  # seconds for Ray to start its processes, and these to meet the server
+
+
+def simulate(
+    experiment: Experiment,
+    folder: Path,
+    console: Console,
+    data: Path | None = None,
+    processes: int | None = None,
+    deadline: float = DEADLINE,
+) -> dict[str, Any]:
+    """Run an experiment into a folder, or continue what is there, on Flower's simulation engine; gives the summary.
+
+    Sites keep their files in the run folder; `processes` of them work at a time. `data` holds a folder of images for each site,
+    where sites have images of their own.
+    """
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # a GPU stays visible to processes that reserve none
+    from flwr.simulation import run_simulation
+
+    check_remote(experiment)
+    preflight(experiment)
+    assert experiment.federation is not None
+    count = experiment.federation.clients
+    if count is None:  # of a natural partition, only the data say
+        raise FedsieveError(
+            "federation.partition: Flower's simulation must know the number of sites, which natural does not say"
+        )
+    sources = _folders(experiment, data, count)
+    found: dict[str, Any] = {}
+    server, home = ServerApp(), folder.absolute() / "sites"
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        found.update(serve(grid, experiment, folder, WAIT, deadline, console))
+
+    def answer_here(envelope: bytes, message: Message, context: Context) -> bytes:
+        client = int(context.node_config["partition-id"])
+        return answer(envelope, Place(client, home / str(client), data=sources[client]))
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    backend: dict[str, dict[str, Any]] = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": processes or os.cpu_count() or 1, "log_to_driver": False, "logging_level": "ERROR"},
+    }
+    run_simulation(server, client_app(answer_here), num_supernodes=count, backend_config=backend)
+    return found
+
+
+def _folders(experiment: Experiment, data: Path | None, count: int) -> list[str | None]:
+    """Where each site's own images are."""
+    if not experiment.own_images:
+        if data is not None:
+            raise FedsieveError("--data is for sites with images of their own: federation.partition={kind: sites}")
+        return [None] * count
+    if data is None or not data.is_dir():
+        raise FedsieveError("--data: name a folder that holds one folder of images for each site")
+    folders = sorted(str(path.absolute()) for path in data.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if len(folders) != count:
+        raise FedsieveError(f"--data: {data} holds {len(folders)} folders, and federation.clients is {count}")
+    return list(folders)

@@ -1,0 +1,134 @@
+"""Processes of a Flower federation on this machine, none of which is left behind; keys and certificates that are wrong."""
+
+import contextlib
+import datetime
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+ALL = 1500  # seconds for all that is done with some processes
+PEM, OPENSSH = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
+
+
+class Processes:
+    """What is started in `folder`. All of it, children's children too, is known by its environment, and ended at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.begun = folder, list[subprocess.Popen]()
+        self.last = time.monotonic() + ALL  # nothing is waited for any longer
+        self.mark = f"FLWR_HOME={folder / 'home'}"
+        own = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "FLWR_HOME": str(folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.environment = {**os.environ, **own}
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            end = time.monotonic() + 5
+            while (left := self.alive()) and time.monotonic() < end:
+                self.kill(left, number)
+                for process in self.begun:
+                    process.poll()
+                time.sleep(0.1)
+        assert not self.alive()
+
+    def bash(self, commands: str, seconds: float) -> str:
+        """Run commands to their end; what they leave running goes on."""
+        with (self.folder / "output.log").open("w+") as log:
+            subprocess.run(
+                ["bash", "-e", "-c", commands],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=min(seconds, self.last - time.monotonic()),
+                check=True,
+            )
+            log.seek(0)
+            return log.read()
+
+    def start(self, command: str, log: Path) -> subprocess.Popen:
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.begun.append(process)
+        return process
+
+    def alive(self, *words: str) -> list[int]:
+        """Processes that run, of those the ones with all `words` in their command."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                    inside = self.mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+                    if inside and command and all(word in command for word in words):
+                        found.append(int(entry.name))
+        return found
+
+    def kill(self, processes: list[int], number: int = signal.SIGKILL) -> None:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def logs(self) -> str:
+        files = [file for pattern in ("*.log", "*/*.log") for file in self.folder.glob(pattern)]
+        return "\n".join(f"{file}:\n{file.read_text(errors='replace')[-1500:]}" for file in files)
+
+    def until(self, done, seconds: float):
+        """Wait for something to be so."""
+        end = min(time.monotonic() + seconds, self.last)
+        while not (found := done()):
+            assert time.monotonic() < end, self.logs()
+            time.sleep(0.1)
+        return found
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ports that nobody uses."""
+    while True:
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for number in range(1, count):
+                held.enter_context(socket.create_server(("127.0.0.1", first + number)))
+            return first
+
+
+def new_key(file: Path) -> None:
+    """A private key of a SuperNode, as ssh-keygen -t ecdsa -b 384 makes it."""
+    private = ec.generate_private_key(ec.SECP384R1())
+    file.write_bytes(private.private_bytes(PEM, OPENSSH, serialization.NoEncryption()))
+    file.chmod(0o600)
+
+
+def other_authority(file: Path) -> None:
+    """The certificate of an authority that has signed nothing here."""
+    now, private = datetime.datetime.now(datetime.UTC), ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name.from_rfc4514_string("CN=another authority")
+    builder = x509.CertificateBuilder(name, name, private.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+    builder = builder.add_extension(x509.BasicConstraints(True, None), critical=True)
+    file.write_bytes(builder.sign(private, hashes.SHA256()).public_bytes(PEM))

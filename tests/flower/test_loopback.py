@@ -1,0 +1,295 @@
+"""Real processes on this machine: a SuperLink with TLS, three registered SuperNodes, and what may go wrong with them.
+
+They are started once, by the commands of docs/flower.md, and serve all tests of this file in turn.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.flower.loopback import Processes, free_ports, new_key, other_authority
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedsieve[flower]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedsieve[flower]'")
+
+from rich.console import Console
+
+from fedsieve.config import parse_config
+from fedsieve.flower import warm
+from fedsieve.flower.project import write_app
+from fedsieve.flower.simulation import simulate
+from fedsieve.model.weights import FINAL
+from fedsieve.runner.experiment import run
+from fedsieve.runner.setup import asset
+from fedsieve.wire.ledger import lines
+
+LIMIT = 500  # seconds for a run on a busy machine; a free one takes a tenth
+DEMO = (
+    "federation.clients=3",
+    "federation.cohort=3",
+    "federation.evaluate_every=1",
+    "federation.partition={kind: iid}",
+    "stages.backbone.rounds=2",
+    "stages.backbone.warmup_rounds=0",
+    "executor=sequential",
+    "tracking=[]",
+)
+ONE_STAGE = "stages=[{name: backbone, train: backbone, sparse: true, rounds: 1, local: {steps: 2}, batch_size: 16}]"
+
+
+def commands() -> list[str]:
+    """The commands of the walk-through."""
+    text = (Path(__file__).parents[2] / "docs" / "flower.md").read_text()
+    return re.findall(r"```bash\n(.*?)```", text[text.index("## Three sites, step by step") :], re.DOTALL)
+
+
+class Federation(Processes):
+    """The walk-through up to the SuperNodes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        (folder / "tmp").mkdir(mode=0o700)
+        self.environment["TMPDIR"] = str(folder / "tmp")  # where the sockets of sites are
+        self.port, self.left = free_ports(5), commands()
+
+    def go_through(self, until: str) -> None:
+        """Run the commands of the walk-through up to those with some words in them."""
+        while self.left and until not in self.left[0]:
+            self.bash(self.here(self.left.pop(0)), LIMIT)
+
+    def here(self, text: str) -> str:
+        return text.replace("9092", str(self.port)).replace("9094", str(self.port + 2))
+
+    def start_run(self, experiment, name: str, deadline: float = LIMIT) -> Path:
+        """Run an experiment on the SuperLink; gives the folder that its files will be in."""
+        folder = self.folder / name
+        write_app(experiment, self.folder / f"app-{name}", str(folder), deadline)
+        self.bash(f"flwr run app-{name} three-sites", LIMIT)
+        return folder
+
+    def end(self, folder: Path) -> Path:
+        self.until(lambda: (folder / "summary.json").exists(), LIMIT)
+        return folder
+
+    def node(self, site: str) -> list[int]:
+        """The processes of a SuperNode, and what it has started but the site's own."""
+        found = self.alive("flower-supernode", f"{site}/key")
+        for process in found:
+            found += [int(child) for child in _children(process) if int(child) not in found]
+        return found
+
+    def kill_node(self, site: str) -> None:
+        self.kill(self.node(site))
+
+    def start_node(self, site: str) -> None:
+        number = ("north", "south", "west").index(site)
+        command = next(text for text in commands() if "flower-supernode" in text)
+        one = self.here(command).replace("number=0", f"number={number}").replace("in north south west", f"in {site}")
+        self.bash(one, LIMIT)
+
+    def socket(self, site: str) -> str:
+        """Where the own process of a site listens."""
+        name = Path(warm.address_of(str(self.folder / site / "files"))).name
+        return str(self.folder / "tmp" / f"fedsieve-{os.getuid()}" / name)
+
+    def sent(self, site: str, what: str, round: int) -> bool:
+        """Whether something has left a site in the newest run."""
+        log = max((self.folder / site / "files").glob("*/sent.jsonl"), key=lambda file: file.stat().st_mtime)
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        return any((row["what"], row["round"]) == (what, round) for row in rows)
+
+    def own_process(self, site: str) -> int:
+        (found,) = self.until(lambda: self.alive("fedsieve.flower.warm", self.socket(site)), LIMIT)
+        return found
+
+
+def _children(process: int) -> list[str]:
+    try:
+        tasks = Path(f"/proc/{process}/task").iterdir()
+        return " ".join((task / "children").read_text() for task in tasks).split()
+    except OSError:
+        return []
+
+
+@contextmanager
+def impostor(address: str):
+    """Something that answers in the place of a site's own process, with bytes that mean nothing."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with Connection(connection.detach()) as client:
+                client.recv_bytes()
+                client.recv_bytes()
+                client.send_bytes(warm.TAKEN)
+                client.send_bytes(os.urandom(300))
+
+    listener = socket.socket(socket.AF_UNIX)
+    Path(address).unlink(missing_ok=True)
+    listener.bind(address)
+    listener.listen()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        Path(address).unlink()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    with Federation(tmp_path_factory.mktemp("three")) as federation:
+        federation.go_through("flwr run")
+        yield federation
+
+
+@pytest.fixture(scope="module")
+def demo():
+    def make(*overrides):
+        return parse_config(asset("demo-federated.yaml"), (*DEMO, *overrides))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def there(three, demo):
+    """The demo, over the SuperLink."""
+    return three.end(three.start_run(demo(), "demo"))
+
+
+def assert_same(one: Path, two: Path) -> None:
+    ours, theirs = load_file(one / FINAL), load_file(two / FINAL)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def records(folder: Path) -> list[dict]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def messages(folder: Path) -> list:
+    """The ledger, but for what sites elsewhere send in addition."""
+    return sorted(line for line in lines(folder / "ledger.csv") if line.what not in ("envelope", "effort"))
+
+
+def test_the_walk_through_ends_in_a_report_that_the_rehearsal_has_foretold(three):
+    three.go_through("never")
+    server = three.folder / "server" / "run"
+    assert (server / "report.html").exists()
+    assert_same(three.folder / "rehearsal", server)
+    for site in ("north", "south", "west"):
+        (log,) = (three.folder / site / "files").glob("*/sent.jsonl")
+        sent = [json.loads(line) for line in log.read_text().splitlines()]
+        assert {"images", "update", "effort", "metrics", "test", "envelope"} == {row["what"] for row in sent}
+        assert all(row["mask"] and row["bytes"] for row in sent if row["what"] == "update")
+
+
+def test_in_process_in_simulation_and_over_a_superlink_the_demo_gives_the_same(there, demo, tmp_path):
+    run(demo(), tmp_path / "here", page=False)
+    simulate(demo(), tmp_path / "simulated", Console(quiet=True), processes=1)
+    for folder in (tmp_path / "simulated", there):
+        assert_same(tmp_path / "here", folder)
+        assert messages(tmp_path / "here") == messages(folder)
+        for mine, theirs in zip(records(tmp_path / "here"), records(folder), strict=True):
+            same = ("train_loss", "val_accuracy", "drift", "replies", "refused")
+            assert {key: mine.get(key) for key in same if mine["stage"] != "head"} == {
+                key: theirs.get(key) for key in same if theirs["stage"] != "head"
+            }
+
+
+def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(three, demo, there):
+    """A SuperNode killed and one that hangs in one round, garbage in the next, the ServerApp killed in the one after."""
+    slowest = max(record["seconds"] for record in records(there))
+    experiment = demo("federation.minimum_replies=1", ONE_STAGE, "stages.backbone.rounds=4")
+    folder = three.start_run(experiment, "faults", 8 + 3 * slowest)
+
+    def after(number: int) -> None:
+        three.until(lambda: len(records(folder)) >= number, LIMIT)
+
+    after(1)
+    os.kill(three.own_process("north"), signal.SIGSTOP)
+    lost = three.own_process("south")
+    three.kill_node("south")
+    three.until(lambda: three.sent("west", "update", 2), LIMIT)
+    time.sleep(0.5)  # it has handed its answer over, and the server waits for the other two
+    with impostor(three.socket("west")):
+        three.kill(three.alive("fedsieve.flower.warm", three.socket("west")))
+        after(2)
+        assert not Path(f"/proc/{lost}").exists()  # it ended with its SuperNode
+        three.start_node("south")
+        after(3)
+        (server,) = three.alive("flwr-serverapp")
+        three.kill([server])
+    three.bash("flwr run app-faults three-sites", LIMIT)
+    three.end(folder)
+    ledger = list(lines(folder / "ledger.csv"))
+    status = {(line.client, line.round): line.status for line in ledger if line.what == "update"}
+    assert status.pop((0, 2)) in ("late", "crash")
+    assert status.pop((1, 2)) in ("late", "unavailable", "crash")  # as Flower found it out
+    assert status.pop((1, 3), "ok") in ("ok", "late", "unavailable", "crash")  # it may be on its way back
+    assert status.pop((2, 3)) == "magic"
+    assert set(status.values()) == {"ok"} and {(client, 4) for client in range(3)} <= status.keys()
+    assert [record["round"] for record in records(folder)] == [1, 2, 3, 4]
+
+
+def test_a_secure_sum_survives_a_supernode_that_dies_after_it_sent_its_padded_values(three, demo, tmp_path):
+    """The others reveal what is needed to take its pads off, and the weights are those of a run in which nobody died."""
+    seconds = max(record["seconds"] for record in records(three.folder / "demo"))
+    experiment = demo("privacy={aggregation: secagg}", "message.up=fp32", ONE_STAGE)
+    folder = three.start_run(experiment, "secure", 8 + 3 * seconds)
+
+    three.until(lambda: three.sent("west", "update.pad", 1), LIMIT)
+    time.sleep(0.5)  # it has handed its answer over
+    os.kill(three.own_process("west"), signal.SIGSTOP)  # so that it cannot take the next question
+    three.until(lambda: three.sent("north", "update.reveal", 1), LIMIT)
+    three.kill_node("west")
+    three.end(folder)
+    three.start_node("west")
+    run(experiment, tmp_path / "here", page=False)
+    assert_same(tmp_path / "here", folder)
+    (record,) = records(folder)
+    assert record["replies"] == 3 and record["refused"] == {}
+    lost = [line for line in lines(folder / "ledger.csv") if line.status != "ok"]
+    assert [(line.client, line.what) for line in lost] == [(2, "update.reveal")]
+
+
+def test_who_has_no_registered_key_or_another_authority_or_no_tls_is_refused(three):
+    new_key(three.folder / "stranger")
+    other_authority(three.folder / "other.crt")
+    key, trust = "--auth-supernode-private-key", "--root-certificates"
+    ways = {
+        "stranger": (f"{trust} north/ca.crt {key} stranger", "Failed to activate SuperNode"),
+        "keyless": (f"{trust} north/ca.crt", "must be registered"),
+        "authority": (f"{trust} other.crt {key} north/key", "CERTIFICATE_VERIFY_FAILED"),
+        "open": ("--insecure", "could not establish a connection"),
+    }
+    tried = {}
+    for name, (way, _) in ways.items():
+        tried[name] = three.start(
+            f"flower-supernode --superlink 127.0.0.1:{three.port} {way} --host 127.0.0.1 --port {free_ports(1)} "
+            "--max-retries 1 --node-config partition-id=0",
+            three.folder / f"{name}.log",
+        )
+    for name, (_, reason) in ways.items():
+        tried[name].wait(LIMIT)
+        log = (three.folder / f"{name}.log").read_text()
+        print(name, tried[name].returncode, log[-700:])
+        assert reason in log and "Exit Code: 305" in log
+    nodes = json.loads(three.bash("flwr supernode list three-sites --format json", LIMIT))["nodes"]
+    assert len(nodes) == 3
