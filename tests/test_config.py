@@ -146,6 +146,8 @@ RIDGE = "federation: {clients: 4}\nstages: [{name: a, train: head, method: ridge
         (FEDERATED, "federation.cohort=0", "a whole number of clients, 1 or more, or a share"),
         (FEDERATED, "federation.cohort=1.5", "a whole number of clients, 1 or more, or a share"),
         (FEDERATED, "federation.cohort=some", "got 'some'"),
+        (FEDERATED, "federation.partition={kind: classes, nc: 2, min_size: 9}", "kind: classes takes no min_size"),
+        (FEDERATED, "federation.partition={kind: iid, min_size: 9}", "kind: iid takes no min_size"),
     ],
 )
 def test_a_key_that_would_do_nothing_is_refused_with_where_it_works(text, override, said):
@@ -167,6 +169,11 @@ def test_a_budget_says_what_it_comes_to():
     (stage,) = parse_config(FEDERATED, ["stages=[{name: a, budget: 13, local: {steps: 4}}]"]).stages
     assert stage.spent == "a budget of 13 local steps at 4 a round is 3 rounds, 12 steps"
     assert parse_config(FEDERATED).stages[0].spent is None
+
+
+@pytest.mark.parametrize("override", ["mask.calibration_rounds=999999999", f"stages.a.batch_size={10**30}"])
+def test_numbers_that_no_machine_can_count_to_are_refused(override):
+    assert "less than or equal to" in refusal(SIEVED, override)
 
 
 @pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2", "[1, 2]", "just words", "", "? {a: 1}\n: 2"])

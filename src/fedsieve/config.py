@@ -32,7 +32,7 @@ AggregatorKind = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum",
 AttackKind = Literal["label_flip", "sign_flip", "gaussian_noise", "nan", "stale_replay"]
 Aggregation = Literal["plain", "zero_sum", "secagg"]
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # more, and sizes of arrays overflow
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
@@ -189,7 +189,7 @@ class Sieve(Strict):
     sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.9, description="the share of maskable weights that is frozen"
     )
-    calibration_rounds: Positive = 1
+    calibration_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
     schedule: Literal["exponential", "linear"] = Field("exponential", description="the density over calibration rounds")
     granularity: Granularity = "weight"
     allocation: Allocation = Field("global", description="one threshold, or the same density in each tensor or block")
@@ -355,12 +355,13 @@ class Partition(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Partition":
-        takes = {"iid": (), "sites": (), "classes": ("nc",), "dirichlet": ("alpha", "nc"), "quantity": ("alpha",)}
+        skewed = ("alpha", "min_size")
+        takes = {"iid": (), "sites": (), "classes": ("nc",), "dirichlet": (*skewed, "nc"), "quantity": skewed}
         mine = takes.get(self.kind, ("column",))
         if mine and getattr(self, mine[0]) is None:
             raise ValueError(f"kind: {self.kind} needs {mine[0]}")
-        for name in ("nc", "alpha", "column"):
-            if name not in mine and getattr(self, name) is not None:
+        for name in _given(self, "nc", "alpha", "min_size", "column"):
+            if name not in mine:
                 raise ValueError(f"kind: {self.kind} takes no {name}")
         return self
 

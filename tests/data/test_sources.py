@@ -222,7 +222,7 @@ def test_scattered_numbers_and_booleans_are_classes_too(tmp_path, data):
 
 def test_a_split_without_images_is_refused(tmp_path, data):
     write_parquet(tmp_path / "set" / "train.parquet", range(2), [0, 1])
-    with pytest.raises(FedsieveError, match="leaves no image"):
+    with pytest.raises(FedsieveError, match="leaves none to test on"):
         load_images(data(tmp_path / "set", test_fraction=0.1), "test")
 
 
@@ -268,8 +268,9 @@ def test_an_image_in_a_parquet_row_that_cannot_be_read_is_named_by_row(tmp_path,
     rows = [{"bytes": encoded(picture(0)), "path": None}, {"bytes": b"rubbish", "path": None}]
     (tmp_path / "set").mkdir()
     pq.write_table(pa.table({"image": rows, "label": [0, 1]}), tmp_path / "set" / "train.parquet")
+    write_parquet(tmp_path / "set" / "test.parquet", range(2), [0, 1], image="image")
     with pytest.raises(FedsieveError, match="row 1"):
-        load_images(data(tmp_path / "set", test_fraction=0.01), "train")
+        load_images(data(tmp_path / "set"), "train")
 
 
 def test_labels_out_of_range_and_unknown_columns_are_refused(tmp_path, data):
@@ -315,6 +316,13 @@ def test_digits_are_two_coloured_and_split_once():
     assert len(train) + len(test) == 1797
     assert train.images.shape[1:] == (3, 8, 8)
     assert count_images(Data(source="digits")) == (len(train), len(test), 10, 192)
+
+
+@pytest.mark.parametrize(("fraction", "use"), [(1e-4, "test"), (1 - 1e-4, "train")])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_held_out_split_of_nothing_is_refused_with_whichever_part_is_opened_first(fraction, use, split):
+    with pytest.raises(FedsieveError, match=f"data.test_fraction: .* of 1,797 images leaves none to {use} on"):
+        load_images(Data(source="digits", test_fraction=fraction), split)
 
 
 def test_classes_are_kept_in_the_order_asked_for():

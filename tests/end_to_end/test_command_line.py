@@ -85,6 +85,7 @@ def test_a_wrong_config_ends_with_2_before_torch_is_imported(tmp_path):
         ("model.weights=missing.pth", "missing.pth: no such file"),
         ("data.source=./missing", "no such folder"),
         ("data.val_fraction=1e-5", "leaves none to validate on"),
+        ("data.val_fraction=0.9999", "data.val_fraction: 0.9999 leaves no image"),
         ("data.classes=[3, 99]", "no class 99"),
         ("model.options={patch_size: 0, embed_dim: 16}", "model"),
         ("data.test_split=train", "the same"),

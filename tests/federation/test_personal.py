@@ -229,7 +229,9 @@ def test_a_run_killed_among_personal_models_makes_them_again(federated, tmp_path
         return PersonalModels.accuracies(self, method)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fedsieve.runner.experiment, "PersonalModels", type("_", (PersonalModels,), {"accuracies": killed}))
+        patch.setattr(
+            fedsieve.runner.experiment, "PersonalModels", type("_", (PersonalModels,), {"accuracies": killed})
+        )
         with pytest.raises(FedsieveError, match="resume"):
             run(experiment, tmp_path / "cut")
     assert not (tmp_path / "cut" / "summary.json").exists()

@@ -551,6 +551,11 @@ def _rgb(image: Image.Image) -> Image.Image:
 def _held_out(labels: np.ndarray, config: Data, split: Split) -> np.ndarray:
     """The rows of the training or the test part of a set that came whole."""
     train, test = hold_out(labels, config.test_fraction, True, generator(0, "test split"))
+    for rows, use in ((train, "train"), (test, "test")):
+        if len(labels) and not len(rows):
+            raise FedsieveError(
+                f"data.test_fraction: {config.test_fraction:g} of {len(labels):,} images leaves none to {use} on"
+            )
     return train if split == "train" else test
 
 

@@ -98,6 +98,7 @@ PARTITIONS = {
     "dirichlet": "class shares drawn with `alpha`: the smaller, the more skewed; at most `nc` classes, if given",
     "quantity": "sizes drawn with `alpha`, classes mixed",
     "natural": "by `column`, such as a user id",
+    "sites": "each client elsewhere, with data of its own, as `fedsieve flower` has it",
 }
 SCOPES = {
     "shared": "one mask from clients' summed scores",

@@ -191,7 +191,8 @@ def prepare(experiment: Experiment, display: Display, shared: Shared | None = No
     train_rows, train_labels, class_names = keep_classes(images, rows, data.classes)
     held_rows, held_labels, _ = keep_classes(images, held, data.classes)
     if not len(train_rows) and not sites:
-        raise FedsieveError(f"data.source: {data.source} leaves no image to train on", 1)
+        chosen = "" if data.classes is None else " of data.classes"
+        raise FedsieveError(f"data.val_fraction: {data.val_fraction:g} leaves no image{chosen} to train on")
     transform = make_transform(data, *statistics(data, images.images, train_rows))
     store = shared.store(data, "train", images, device)
     config = with_weights_file(experiment, display)
