@@ -4,6 +4,8 @@ import os
 
 # Before anything imports the hub's client, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests start many processes: that each compiles all it imports would be most of their time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest

@@ -33,6 +33,7 @@ from fedsieve.runner.experiment import run
 from fedsieve.runner.setup import asset
 from fedsieve.wire.ledger import lines
 
+pytestmark = pytest.mark.loopback
 LIMIT = 500  # seconds for a run on a busy machine; a free one takes a tenth
 DEMO = (
     "federation.clients=3",
