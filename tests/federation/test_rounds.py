@@ -361,6 +361,25 @@ def test_the_summary_says_what_a_federation_did(federated, tmp_path):
     assert spread["worst"] <= spread["worst_decile"] <= spread["mean"]
 
 
+HARM = "[{name: head, train: head, method: ridge}, {name: all, rounds: 2, optimizer: {lr: 3.0, clip_norm: 1.0}}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remark"),
+    [
+        ([f"stages={HARM}"], "the model became worse"),
+        (["federation.failures.crash=0.999999"], "the weights never moved"),
+        ([], None),
+    ],
+)
+def test_a_stage_that_did_harm_or_nothing_is_remarked(federated, tmp_path, monkeypatch, overrides, remark):
+    said = []
+    monkeypatch.setattr(Display, "say", lambda self, text: said.append(text))
+    run(federated(*overrides), tmp_path / "run", page=False)
+    found = [text for text in said if "became worse" in text or "never moved" in text]
+    assert found == [] if remark is None else len(found) == 1 and remark in found[0]
+
+
 @pytest.mark.parametrize("chosen", [1, 3])
 def test_the_summary_tells_of_the_chosen_rounds_mask(federated, tmp_path, monkeypatch, chosen):
     """Every round has a new mask of another sparsity, and one of them is made to look the best."""

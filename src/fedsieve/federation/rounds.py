@@ -155,6 +155,7 @@ class Federated:
         if effort.astray and not effort.trained:
             self._diverged(number + 1)
         if mean is not None and (replies >= self.settings.minimum_replies or self.context.account is not None):
+            self.state.taken += 1
             self._step(mean)
         else:
             wasted = [client for client in trains if client not in refused]

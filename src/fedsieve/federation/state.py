@@ -42,6 +42,7 @@ class ServerState:
     ahead: list[int] = field(default_factory=list)  # clients that have the newest weights already, to measure them
     given: list[int] = field(default_factory=list)  # clients whose own mask the server has
     memory: dict[str, int] = field(default_factory=dict)  # sites elsewhere: the valid version of what each remembers
+    taken: int = 0  # rounds whose mean moved the weights
     refused: dict[str, int] = field(default_factory=dict)  # replies that did not count, by reason
     drift: float | None = None  # of the last round
     best_at: int | None = None

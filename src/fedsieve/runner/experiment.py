@@ -343,8 +343,20 @@ class _Run:
                 | ({} if mask is None else self._describe(mask, stage))
                 | self._describe_federation(stage)
             )
+            self._warn(stage)
             self.state, self.mask_id = None, ""
             self._save()
+
+    def _warn(self, stage: Stage) -> None:
+        """Say what someone who looks at the end alone would miss: a stage that did harm, and one that did nothing."""
+        now, *before = (finished["val_accuracy"] for finished in reversed(self.finished))
+        if before and now is not None and before[0] is not None and now < before[0]:
+            self.display.say(
+                f"{stage.name}: the model became worse, {100 * before[0]:.1f} % on validation before and {100 * now:.1f} % at best "
+                "since. A lower rate (optimizer.lr, federation.server.lr) may help"
+            )
+        if isinstance(self.state, ServerState) and stage.method != "ridge" and not self.state.taken:
+            self.display.say(f"{stage.name}: no round had enough replies, so the weights never moved")
 
     def _mask(self, stage: Stage) -> Mask | None:
         """The mask of a sparse stage: calibrated on the weights the stage starts from, and kept in the run folder."""
