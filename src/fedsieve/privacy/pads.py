@@ -58,7 +58,7 @@ def decrypt(key: bytes, sealed: bytes) -> bytes:
     try:
         return AESGCM(key).decrypt(sealed[:NONCE], sealed[NONCE:], None)
     except InvalidTag:
-        raise MessageError("share", "a share was not encrypted for this client in this session") from None
+        raise MessageError("share", "a share was not encrypted for this client and this sum") from None
 
 
 def add_pad(values: np.ndarray, key: bytes, sign: int = 1) -> None:
