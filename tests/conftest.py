@@ -6,10 +6,17 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests start many processes: that each compiles all it imports would be most of their time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# The networks of the tests are too small to share among threads, which would only wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+# What tests start inherits it, and is known by it.
+os.environ[MARK := "FEDSIEVE_TESTS"] = str(os.getpid())
+
+import time
 
 import hypothesis
 import pytest
 import torch
+from tests.processes import alive, command, kill
 
 from fedsieve.config import Experiment, parse_config
 
@@ -33,8 +40,28 @@ tracking: []
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
-# The networks of the tests are too small to share among threads, which would only wait for each other.
 torch.set_num_threads(1)
+
+FIRST = ("test_loopback",)  # the longest, so that it does not end last
+ENDS_WITH_US = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in FIRST)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_left_behind():
+    def left() -> dict[int, str]:
+        found = {process: command(process) for process in alive(f"{MARK}={os.getpid()}")}
+        return {process: said for process, said in found.items() if said and not any(w in said for w in ENDS_WITH_US)}
+
+    yield
+    end = time.monotonic() + 20
+    while (processes := left()) and time.monotonic() < end:
+        time.sleep(0.1)
+    kill(list(processes))
+    assert not processes, "left behind by tests"
 
 
 @pytest.fixture(autouse=True, scope="session")

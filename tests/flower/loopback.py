@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,94 +12,65 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests import processes
 
-ALL = 1500  # seconds for all that is done with some processes
+ALL, ONE = (
+    1200,
+    400,
+)  # seconds for all that is done with some processes, and for one thing: a free machine takes a tenth
 PEM, OPENSSH = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
 
 
 class Processes:
-    """What is started in `folder`. All of it, children's children too, is known by its environment, and ended at the end."""
+    """What is started in `folder`. All of it is ended at the end, also when the tests are killed."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.begun = folder, list[subprocess.Popen]()
+        self.folder = folder
         self.last = time.monotonic() + ALL  # nothing is waited for any longer
         self.mark = f"FLWR_HOME={folder / 'home'}"
         own = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "FLWR_HOME": str(folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-            "OMP_NUM_THREADS": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         }
         self.environment = {**os.environ, **own}
 
     def __enter__(self) -> "Processes":
+        command = [sys.executable, processes.__file__, self.mark]
+        self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self
 
     def __exit__(self, *_) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            end = time.monotonic() + 5
-            while (left := self.alive()) and time.monotonic() < end:
-                self.kill(left, number)
-                for process in self.begun:
-                    process.poll()
-                time.sleep(0.1)
-        assert not self.alive()
+        self.keeper.communicate()
+        assert self.keeper.returncode == 0, "processes that cannot be ended"
 
-    def bash(self, commands: str, seconds: float) -> str:
+    def bash(self, commands: str) -> str:
         """Run commands to their end; what they leave running goes on."""
         with (self.folder / "output.log").open("w+") as log:
-            subprocess.run(
+            done = subprocess.run(
                 ["bash", "-e", "-c", commands],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                timeout=min(seconds, self.last - time.monotonic()),
-                check=True,
+                timeout=min(ONE, self.last - time.monotonic()),
             )
             log.seek(0)
+            assert done.returncode == 0, f"{commands}\n{self.logs()}"
             return log.read()
 
-    def start(self, command: str, log: Path) -> subprocess.Popen:
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"],
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.begun.append(process)
-        return process
-
     def alive(self, *words: str) -> list[int]:
-        """Processes that run, of those the ones with all `words` in their command."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                with contextlib.suppress(OSError):
-                    command = (entry / "cmdline").read_bytes().decode(errors="replace")
-                    inside = self.mark.encode() in (entry / "environ").read_bytes().split(b"\0")
-                    if inside and command and all(word in command for word in words):
-                        found.append(int(entry.name))
-        return found
-
-    def kill(self, processes: list[int], number: int = signal.SIGKILL) -> None:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+        return processes.alive(self.mark, *words)
 
     def logs(self) -> str:
         files = [file for pattern in ("*.log", "*/*.log") for file in self.folder.glob(pattern)]
         return "\n".join(f"{file}:\n{file.read_text(errors='replace')[-1500:]}" for file in files)
 
-    def until(self, done, seconds: float):
+    def until(self, done):
         """Wait for something to be so."""
-        end = min(time.monotonic() + seconds, self.last)
+        end = min(time.monotonic() + ONE, self.last)
         while not (found := done()):
             assert time.monotonic() < end, self.logs()
             time.sleep(0.1)
