@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import threading
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -57,10 +58,10 @@ def commands() -> list[str]:
 class Federation(Processes):
     """The walk-through up to the SuperNodes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, short: Path) -> None:
         super().__init__(folder)
-        (folder / "tmp").mkdir(mode=0o700)
-        self.environment["TMPDIR"] = str(folder / "tmp")  # where the sockets of sites are
+        self.short = short
+        self.environment["TMPDIR"] = str(short)  # where the sockets of sites, and Ray's, are
         self.port, self.left = free_ports(5), commands()
 
     def go_through(self, until: str) -> None:
@@ -116,7 +117,7 @@ class Federation(Processes):
     def socket(self, site: str) -> str:
         """Where the own process of a site listens."""
         name = Path(warm.address_of(str(self.folder / site / "files"))).name
-        return str(self.folder / "tmp" / f"fedsieve-{os.getuid()}" / name)
+        return str(self.short / f"fedsieve-{os.getuid()}" / name)
 
     def sent(self, site: str, what: str, round: int) -> bool:
         """Whether something has left a site in the newest run."""
@@ -170,7 +171,10 @@ def impostor(address: str):
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    with Federation(tmp_path_factory.mktemp("three")) as federation:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short,
+        Federation(tmp_path_factory.mktemp("three"), Path(short)) as federation,
+    ):
         federation.go_through("flwr run")
         yield federation
 

@@ -84,6 +84,13 @@ def test_a_folder_that_others_may_open_is_refused(place, tmp_path):
         warm.answer_warm(b"", place, 1.0)
 
 
+def test_a_folder_whose_sockets_would_have_too_long_a_name_is_refused(place, monkeypatch, tmp_path):
+    (deep := tmp_path / ("long" * 25)).mkdir()
+    monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(deep))
+    with pytest.raises(FedsieveError, match="too long for a socket: set TMPDIR"):
+        warm.answer_warm(b"", place, 1.0)
+
+
 @pytest.mark.parametrize("size", [0, 2**22])
 def test_a_process_that_hangs_before_it_takes_a_message_is_ended(place, size):
     process = int(warm.answer_warm(b" ", place, 20.0).split()[1])

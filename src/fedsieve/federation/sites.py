@@ -47,7 +47,10 @@ class Sites:
     def here(self) -> set[int]:
         """The clients that can be reached now."""
         nodes = set(self.transport.nodes())
+        left = set(self.node.values()) - nodes
         self.node = {client: node for client, node in self.node.items() if node in nodes}
+        # A refused node may leave and come back mended, or take the place of one that left.
+        self.refused = {} if left else {node: why for node, why in self.refused.items() if node in nodes}
         if new := sorted(nodes - set(self.node.values()) - set(self.refused)):
             for node, answer in sorted(self.transport.ask(dict.fromkeys(new, self.greeting)).items()):
                 self._meet(node, answer)
@@ -79,18 +82,19 @@ class Sites:
             head, _ = unwrap(answer)
             client, images = _introduction(head, self.clients)
         except FedsieveError as error:
-            self.refused[node] = str(error)
-            self.say(f"node {node} is refused: {error}")
+            self._refuse(node, str(error))
             return
         if client in self.node:
-            self.say(f"node {node} says that it is site {client}, which node {self.node[client]} is: left out for now")
-            return
-        if self.images.setdefault(client, images) != images:
-            self.refused[node] = f"site {client} held {self.images[client]:,} images, and now {images:,}"
-            self.say(f"node {node} is refused: {self.refused[node]}")
-            return
-        self.node[client] = node
-        self.say(f"site {client} is here: {images:,} images")
+            self._refuse(node, f"it says that it is site {client}, and so does node {self.node[client]}")
+        elif self.images.setdefault(client, images) != images:
+            self._refuse(node, f"site {client} held {self.images[client]:,} images, and now {images:,}")
+        else:
+            self.node[client] = node
+            self.say(f"site {client} is here: {images:,} images")
+
+    def _refuse(self, node: int, why: str) -> None:
+        self.refused[node] = why
+        self.say(f"node {node} is refused: {why}")
 
 
 def _introduction(head: Mapping[str, Any], clients: int) -> tuple[int, int]:

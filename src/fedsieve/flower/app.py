@@ -1,5 +1,6 @@
 """The ServerApp and the ClientApp. `flwr run` finds them here; `fedsieve flower` simulates them on one machine."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,13 @@ def answer_at_site(envelope: bytes, message: Message, context: Context) -> bytes
 
 
 def serve(
-    grid: Grid, experiment: "Experiment", folder: Path, wait: float, deadline: float, console: "Console"
+    grid: Grid,
+    experiment: "Experiment",
+    folder: Path,
+    wait: float,
+    deadline: float,
+    console: "Console",
+    stopped: threading.Event,
 ) -> dict[str, Any]:
     """Run the experiment of a ServerApp into a folder, or continue what is there."""
     from fedsieve.runner.experiment import read_experiment, resume, run
@@ -55,7 +62,7 @@ def serve(
     from fedsieve.runner.setup import config_digest
 
     display = Display(console)
-    transport = GridTransport(grid, wait, deadline, display.say)
+    transport = GridTransport(grid, wait, deadline, display.say, stopped)
     if not (folder / "config.yaml").exists():
         return run(experiment, folder, display, transport=transport)
     if config_digest(read_experiment(folder)) != config_digest(experiment):
@@ -78,7 +85,7 @@ def _main(grid: Grid, context: Context) -> None:
     console = Console(soft_wrap=True)
     try:
         wait, deadline = float(given.get("wait", WAIT)), float(given.get("deadline", DEADLINE))
-        serve(grid, experiment, folder, wait, deadline, console)
+        serve(grid, experiment, folder, wait, deadline, console, threading.Event())
     except FedsieveError as error:
         console.print(f"error: {error}", highlight=False, markup=False)
         raise

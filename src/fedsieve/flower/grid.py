@@ -27,14 +27,16 @@ def from_record(content: RecordDict) -> bytes:
 
 
 class GridTransport:
-    """Flower's grid. Set `stopped` from another thread, and what waits for an answer ends."""
+    """Flower's grid. Where `stopped` is set from another thread, what waits for sites ends."""
 
-    def __init__(self, grid: Grid, wait: float, deadline: float, say: Callable[[str], None]) -> None:
-        self.grid, self.wait, self.deadline, self.say = grid, wait, deadline, say
-        self.stopped = threading.Event()
+    def __init__(
+        self, grid: Grid, wait: float, deadline: float, say: Callable[[str], None], stopped: threading.Event
+    ) -> None:
+        self.grid, self.wait, self.deadline, self.say, self.stopped = grid, wait, deadline, say, stopped
 
     def nodes(self) -> Collection[int]:
         """The nodes that are connected."""
+        self._go_on(0)
         return list(self.grid.get_node_ids())
 
     def ask(self, messages: Mapping[int, bytes]) -> dict[int, bytes | str]:
@@ -48,12 +50,15 @@ class GridTransport:
         waiting.pop(None, None)  # type: ignore[call-overload]  # what could not be sent
         end = time.monotonic() + self.deadline
         while waiting and time.monotonic() < end:
-            if self.stopped.wait(POLL):
-                raise FedsieveError("stopped", 130)
+            self._go_on(POLL)
             for reply in self.grid.pull_messages(list(waiting)):
                 node = waiting.pop(reply.metadata.reply_to_message_id)
                 found[node] = self._taken(node, reply)
         return found
+
+    def _go_on(self, seconds: float) -> None:
+        if self.stopped.wait(seconds):
+            raise FedsieveError("stopped", 130)
 
     def _taken(self, node: int, reply: Message) -> bytes | str:
         if reply.has_error():

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fedsieve.runner.remote import check_remote
 from fedsieve.runner.setup import preflight
 from fedsieve.runner.site import Place, answer
 
-WAIT = 300.0  # seconds for Ray to start its processes, and these to meet the server
+WAIT = 30.0  # seconds for all sites to be there; what is refused here will not come back with other files
 
 
 def simulate(
@@ -49,23 +50,34 @@ def simulate(
         )
     sources = _folders(experiment, data, count)
     found: dict[str, Any] = {}
-    server, home = ServerApp(), folder.absolute() / "sites"
+    server, home, stopped = ServerApp(), folder.absolute() / "sites", threading.Event()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        found.update(serve(grid, experiment, folder, WAIT, deadline, console))
+        found.update(serve(grid, experiment, folder, WAIT, deadline, console, stopped))
 
     def answer_here(envelope: bytes, message: Message, context: Context) -> bytes:
         client = int(context.node_config["partition-id"])
         return answer(envelope, Place(client, home / str(client), data=sources[client]))
 
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     backend: dict[str, dict[str, Any]] = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": processes or os.cpu_count() or 1, "log_to_driver": False, "logging_level": "ERROR"},
     }
-    run_simulation(server, client_app(answer_here), num_supernodes=count, backend_config=backend)
+    try:
+        run_simulation(server, client_app(answer_here), num_supernodes=count, backend_config=backend)
+    except KeyboardInterrupt:
+        raise FedsieveError(f"stopped. `fedsieve flower {folder}` goes on", 130) from None
+    except RuntimeError as error:
+        raise FedsieveError(f"Flower's simulation failed: {_first_cause(error)}", 1) from error
+    finally:
+        stopped.set()  # the server has a thread of its own, which would wait for its sites
     return found
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    return _first_cause(error.__cause__) if error.__cause__ else error
 
 
 def _folders(experiment: Experiment, data: Path | None, count: int) -> list[str | None]:
@@ -75,7 +87,8 @@ def _folders(experiment: Experiment, data: Path | None, count: int) -> list[str 
             raise FedsieveError("--data is for sites with images of their own: federation.partition={kind: sites}")
         return [None] * count
     if data is None or not data.is_dir():
-        raise FedsieveError("--data: name a folder that holds one folder of images for each site")
+        lacking = "" if data is None else f"{data} is no folder: "
+        raise FedsieveError(f"--data: {lacking}name one that holds a folder of images for each site")
     folders = sorted(str(path.absolute()) for path in data.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(folders) != count:
         raise FedsieveError(f"--data: {data} holds {len(folders)} folders, and federation.clients is {count}")

@@ -27,6 +27,7 @@ from fedsieve.errors import FedsieveError
 IDLE = 600.0  # seconds after which it ends
 START = 120.0  # seconds that it may take to begin
 BEAT = 1.0  # seconds from one look at its SuperNode to the next
+LONGEST = 103  # bytes of a socket's name, of those that Linux (107) and macOS take
 TAKEN = b"taken"
 
 
@@ -74,7 +75,10 @@ def address_of(folder: str) -> str:
     status = home.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise FedsieveError(f"{home}: others than you may open it. Delete it, or set TMPDIR to a folder of your own")
-    return str(home / hashlib.blake2b(folder.encode(), digest_size=10).hexdigest())
+    address = str(home / hashlib.blake2b(folder.encode(), digest_size=10).hexdigest())
+    if len(os.fsencode(address)) > LONGEST:
+        raise FedsieveError(f"{address} is too long for a socket: set TMPDIR to a folder with a shorter name")
+    return address
 
 
 def _connected(folder: str, idle: float) -> Connection:
