@@ -42,12 +42,12 @@ hypothesis.settings.load_profile("patient")
 
 torch.set_num_threads(1)
 
-FIRST = ("test_loopback",)  # the longest, so that it does not end last
-ENDS_WITH_US = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+FIRST = ("test_loopback", "test_grid")  # the longest files, so that two workers end together
+ENDS_WITH_US = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "wandb-core")
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem not in FIRST)
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -71,7 +71,7 @@ class Launch:
     def __init__(self, folder, ranks, arguments, change=None):
         self.said = [folder / f"said-{time.monotonic_ns()}-{rank}" for rank in range(ranks)]
         self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
         )
         names = {
             "TORCHELASTIC_RUN_ID": "test",
@@ -102,7 +102,7 @@ class Launch:
             process.kill()
             process.join()
 
-    def finish(self, seconds=60):
+    def finish(self, seconds=300):
         """The exit codes of all."""
         end = time.monotonic() + seconds
         for process in self.processes:
@@ -291,7 +291,7 @@ def hanging(rank):
 
 def test_a_rank_that_hangs_is_given_up_after_a_while(tmp_path):
     with launched(tmp_path, hanging) as launch:
-        launch.processes[0].join(60)
+        launch.processes[0].join(300)
         assert launch.processes[0].exitcode == 1
     assert "rank 1 has not been heard of for 3 s. The last checkpoint, " in launch.words(0)
 
