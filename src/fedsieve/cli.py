@@ -245,11 +245,14 @@ def flower(
     Without more, server and sites are simulated on this machine. With `--app`, the same is written as an app for a SuperLink
     and SuperNodes on many machines: docs/flower.md shows it from the first key to the final report.
     """
+    import importlib.metadata
     import importlib.util
 
     for package in ("flwr", "ray"):
         if importlib.util.find_spec(package) is None and (package == "flwr" or to_app is None):
             raise FedsieveError(f"flower: the package {package} is missing: pip install 'fedsieve[flower]'")
+    if tuple(map(int, (found := importlib.metadata.version("flwr")).split(".")[:2])) < (1, 41):
+        raise FedsieveError(f"flower: flwr {found} is too old, 1.41 is needed: pip install -U 'fedsieve[flower]'")
     begun = (config / "config.yaml").exists()
     chosen = [*(overrides or []), *([f"federation.clients={sites}"] if sites else [])]
     if begun and (chosen or out):

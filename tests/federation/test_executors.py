@@ -152,7 +152,7 @@ def test_the_model_is_as_before_after_a_cohort():
 @pytest.mark.parametrize("backbone", ["vit_tiny_patch16_224", "resnet18", "deit3_small_patch16_224"])
 def test_a_stack_equals_its_networks_one_by_one(backbone, share):
     """Outputs and gradients, for plain transformers, tokens, layer scales, convolutions and BatchNorm."""
-    options = {} if backbone == "resnet18" else VIT
+    options = {"layers": [1, 1, 1, 1], "channels": [8, 16, 32, 64]} if backbone == "resnet18" else VIT
     net = build_classifier(Model(backbone=backbone, weights="none", options=options), 5, 32, 0).double()
     net.requires_grad_(False)
     space = ParamSpace.of(net)

@@ -1,5 +1,6 @@
-"""A simulation that fails or is stopped ends with one line, and its server with it."""
+"""What keeps a simulation from its end is told in one line, and ends its server too."""
 
+import importlib.metadata
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ import flwr.simulation
 from flwr.app import Context, RecordDict
 from rich.console import Console
 
+from fedsieve.cli import main
 from fedsieve.errors import FedsieveError
 from fedsieve.flower.simulation import simulate
 
@@ -45,3 +47,11 @@ def test_what_ends_the_engine_is_told_in_a_line_and_ends_the_server(tiny, tmp_pa
         simulate(tiny("federation={clients: 2, cohort: 2}", ROUNDS), tmp_path / "run", Console(quiet=True))
     thread.join(60)
     assert error.value.exit_code == code and ended == ["stopped"]
+
+
+def test_an_old_flower_is_refused_with_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.9.0")
+    with pytest.raises(SystemExit) as end:
+        main(["flower", "experiment.yaml"])
+    assert end.value.code == 2
+    assert "flwr 1.9.0 is too old, 1.41 is needed: pip install -U 'fedsieve[flower]'" in capsys.readouterr().err
