@@ -259,12 +259,10 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
     three.gather()
     three.bash("flwr run app-faults three-sites")
     three.end(folder)
-    ledger = list(lines(folder / "ledger.csv"))
-    status = {(line.client, line.round): line.status for line in ledger if line.what == "update"}
-    assert status.pop((0, 2)) in ("late", "crash")
-    assert {status.pop((1, number)) for number in (2, 3)} <= {"late", "unavailable", "crash"}  # as Flower found it out
-    assert status.pop((2, 3)) == "magic"
-    assert set(status.values()) == {"ok"} and {(client, 4) for client in range(3)} <= status.keys()
+    lost = {(line.client, line.round): line.status for line in lines(folder / "ledger.csv") if line.status != "ok"}
+    assert lost.pop((2, 3)) == "magic"
+    assert lost.keys() == {(0, 2), (1, 2), (1, 3)}
+    assert set(lost.values()) <= {"late", "unavailable", "crash"}  # as Flower found it out
     assert [record["round"] for record in records(folder)] == [1, 2, 3, 4]
 
 
