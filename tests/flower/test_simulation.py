@@ -1,6 +1,7 @@
 """What keeps a simulation from its end is told in one line, and ends its server too."""
 
 import importlib.metadata
+import signal
 import threading
 
 import pytest
@@ -55,3 +56,18 @@ def test_an_old_flower_is_refused_with_what_to_install(monkeypatch, capsys):
         main(["flower", "experiment.yaml"])
     assert end.value.code == 2
     assert "flwr 1.9.0 is too old, 1.41 is needed: pip install -U 'fedsieve[flower]'" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_server_and_it_the_engine(tiny, tmp_path, monkeypatch):
+    def engine(server, *_, **__):
+        signal.raise_signal(signal.SIGINT)
+        server(None, Context(1, 0, {}, RecordDict(), {}))
+
+    monkeypatch.setattr(flwr.simulation, "run_simulation", engine)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(FedsieveError, match=STOPPED[1]):
+            simulate(tiny("federation={clients: 2, cohort: 2}", ROUNDS), tmp_path / "run", Console(quiet=True))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

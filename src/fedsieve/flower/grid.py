@@ -54,6 +54,7 @@ class GridTransport:
             for reply in self.grid.pull_messages(list(waiting)):
                 node = waiting.pop(reply.metadata.reply_to_message_id)
                 found[node] = self._taken(node, reply)
+        self._go_on(0)
         return found
 
     def _go_on(self, seconds: float) -> None:
@@ -62,6 +63,7 @@ class GridTransport:
 
     def _taken(self, node: int, reply: Message) -> bytes | str:
         if reply.has_error():
-            self.say(f"node {node}: {reply.error.reason or f'Flower error {reply.error.code}'}")
+            reason = (reply.error.reason or "").partition("\n")[0] or f"Flower error {reply.error.code}"
+            self.say(f"node {node}: {reason}")
             return "unavailable" if reply.error.code == NODE_UNAVAILABLE else "crash"
         return from_record(reply.content)

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +69,36 @@ def simulate(
         "init_args": {"num_cpus": processes or os.cpu_count() or 1, "log_to_driver": False, "logging_level": "ERROR"},
     }
     try:
-        run_simulation(server, client_app(answer_here), num_supernodes=count, backend_config=backend)
-    except KeyboardInterrupt:
+        with _gentle_stop(stopped):
+            run_simulation(server, client_app(answer_here), num_supernodes=count, backend_config=backend)
+    except (KeyboardInterrupt, FedsieveError) as error:
+        if isinstance(error, FedsieveError) and not stopped.is_set():
+            raise
         raise FedsieveError(f"stopped. `fedsieve flower {folder}` goes on", 130) from None
     except RuntimeError as error:
         raise FedsieveError(f"Flower's simulation failed: {_first_cause(error)}", 1) from error
     finally:
         stopped.set()  # the server has a thread of its own, which would wait for its sites
     return found
+
+
+@contextmanager
+def _gentle_stop(stopped: threading.Event) -> Iterator[None]:
+    """Ctrl-C ends the server, and with it the engine; one that was ended first could wait for its own processes for ever."""
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    here = threading.current_thread() is threading.main_thread()
+    ours = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _first_cause(error: BaseException) -> BaseException:
