@@ -75,6 +75,7 @@ class Federation(Processes):
     def start_run(self, experiment, name: str, deadline: float = DEADLINE) -> Path:
         """Run an experiment on the SuperLink, with all sites; gives the folder that its files will be in."""
         self.gather()
+        self.older = set(self.alive("flwr-clientapp"))  # of a run whose server was killed, they may stay
         folder = self.folder / name
         write_app(experiment, self.folder / f"app-{name}", str(folder), deadline)
         self.bash(f"flwr run app-{name} three-sites")
@@ -108,7 +109,7 @@ class Federation(Processes):
         """Wait until a site has sent something in the newest run, and Flower's process that carried it has ended."""
         port = self.port + 2 + SITES.index(site)
         self.until(lambda: self.sent(site, what, round))
-        self.until(lambda: not self.alive("flwr-clientapp", f":{port} "))
+        self.until(lambda: not set(self.alive("flwr-clientapp", f":{port} ")) - self.older)
 
     def nodes(self) -> list[dict]:
         """The SuperNodes as the SuperLink knows them."""
