@@ -156,10 +156,8 @@ def test_what_stands_in_for_the_backbone_is_beside_the_backbone(tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["federation.minimum_replies=4"],
         ["federation.partition.nc=11"],
         ["federation.clients=3000"],
-        ["federation.held_out=0.99"],
         ["data.val_fraction=1e-5"],
         ["federation.partition={kind: natural, column: user}", "federation.clients=null"],
         ["clients_at_once=2"],
