@@ -119,6 +119,18 @@ def test_levels_are_round_from_the_first_and_shares_of_the_best():
     assert levels(np.array([0.0])) == []
 
 
+def test_the_numbers_below_a_curve_are_those_of_each_stage_as_everywhere_else():
+    stages = [("head", number) for number in range(1, 21)] + [("backbone", number) for number in range(1, 51)]
+    rows = [{"index": i, "stage": stage, "round": number} for i, (stage, number) in enumerate(stages, start=1)]
+    axes = Figure().add_subplot()
+    figures.number_below(axes, rows)
+    marks = {int(at): label.get_text() for at, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)}
+    assert marks == {10: "10", 20: "20", 30: "10", 40: "20", 50: "30", 60: "40", 70: "50"}
+    assert axes.get_xlabel() == "round"
+    figures.number_below(axes, [{"index": 1, "stage": "a", "epoch": 1}])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1"]
+
+
 def test_an_accuracy_is_reached_in_the_first_evaluated_round_that_has_it_with_all_sent_before(make_federated):
     folder = make_federated(rounds=6)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -130,9 +142,13 @@ def test_an_accuracy_is_reached_in_the_first_evaluated_round_that_has_it_with_al
     view = view_of(folder)
     half = next(row for row in view.reached if row.accuracy == 0.5)
     head, backbone = view.traffic
-    assert (half.round, half.stage, half.seconds) == (3, "backbone", 0.5 + 2 + 2)
+    assert (half.round, half.stage, half.seconds) == (2, "backbone", 0.5 + 2 + 2)
     assert half.bytes == head.total + backbone.up[:2].sum() + backbone.down[:2].sum()
-    assert view.reached[-1].share == 1.0 and view.reached[-1].round == 7
+    assert view.reached[-1].share == 1.0 and view.reached[-1].round == 6
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["stages"]["backbone"]["best_at"] = rows[6]["round"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert read_run(folder).chosen("backbone") == view.reached[-1].round  # one count, from 1 in every stage
     count, mean, deviation = view.steady  # of the last stage only
     assert count == 3 and mean == pytest.approx(np.mean([0.52, 0.48, 0.55]))
     assert deviation == pytest.approx(np.std([0.52, 0.48, 0.55]))

@@ -205,8 +205,7 @@ def panel(rows: Sequence[Mapping[str, Any]], height: float = PANEL[1]) -> tuple[
     """Empty axes over the epochs or rounds, the stages marked off."""
     figure = Figure(figsize=(PANEL[0], height), layout="constrained")
     axes = figure.add_subplot()
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("round" if any("round" in row for row in rows) else "epoch")
+    number_below(axes, rows)
     axes.set_xlim(rows[0]["index"] - 0.5, rows[-1]["index"] + 0.5)
     stages = [(str(name), list(stage)) for name, stage in groupby(rows, lambda row: row.get("stage"))]
     for number, (name, stage) in enumerate(stages if len(stages) > 1 else []):
@@ -216,6 +215,15 @@ def panel(rows: Sequence[Mapping[str, Any]], height: float = PANEL[1]) -> tuple[
         if len(stage) > len(rows) * 0.025 * len(name):  # else it would run into the next
             axes.text(start, 1.02, f" {short(name)}", transform=axes.get_xaxis_transform(), color=MUTED, fontsize=8)
     return figure, axes
+
+
+def number_below(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Numbers below an axis over all stages: epochs or rounds of their own stage, from 1, as they are counted everywhere."""
+    unit = "round" if any("round" in row for row in rows) else "epoch"
+    ends = MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True).tick_values(0, max(len(rows), 1))
+    shown = [row for row in rows if isinstance(row.get(unit), int) and row[unit] % round(ends[1] - ends[0]) == 0]
+    axes.set_xticks([row["index"] for row in shown], [str(row[unit]) for row in shown])
+    axes.set_xlabel(unit)
 
 
 def by_stage(axes: Axes, rows: Sequence[Mapping[str, Any]], field: str, scale: float, **style: Any) -> None:

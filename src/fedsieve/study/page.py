@@ -416,7 +416,8 @@ def _curves(item: FigureSpec, results: Sequence[Result]) -> str | None:
     for result in results:
         if drawn := [curve for run in result.runs if (curve := _curve(run, item.y)) is not None]:
             series[result.row.label] = drawn
-    units = sorted({run.unit for result in results for run in result.runs})
+    so_far = "" if item.y == "drift" else "s so far"
+    units = sorted({run.unit + so_far for result in results for run in result.runs})
     return figures.curves(series, " or ".join(units), label(item.y), axis(item.y), item.log) if series else None
 
 
