@@ -40,7 +40,7 @@ def test_the_page_of_a_federated_run_has_every_section_and_speaks_of_rounds(make
     ]  # fmt: skip
     shown = text[text.index("<main>") : text.index("<h2>Record")]
     assert "epoch" not in re.sub(r"<[^>]*>", "", shown)
-    assert "chosen round" in section(text, "Stages") and "1 of 4" in section(text, "Stages")
+    assert "chosen round" in section(text, "Stages") and "4 of 4" in section(text, "Stages")
     written = {path.stem for path in (folder / "figures").iterdir()}
     assert written >= {"clients", "client-accuracy", "client-sizes", "drift", "drift-blocks", "bytes", "bytes-total"}
 
@@ -228,6 +228,13 @@ def test_a_new_mask_is_no_damage_and_its_change_is_counted(make_federated):
     folder = make_federated(masks=masks, mask={"sparsity": 0.9, "refresh": 1})
     text = write_report(folder).read_text()
     assert "Damaged" not in text and masks[4].id[:12] in text
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["stages"]["backbone"] |= {"best_at": 3, "mask_id": masks[3].id}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    earlier = write_report(folder).read_text()
+    assert "Damaged" not in earlier and masks[3].id[:12] in earlier and "this is the chosen round's" in earlier
+    (folder / "masks" / "backbone.round-3.safetensors").unlink()
+    assert "is not the mask of the run" in write_report(folder).read_text()
     assert "The mask was calibrated again 2 times." in section(text, "New masks")
     (first, second) = mask_changes(masks)
     sets = {number: set(mask.indices().tolist()) for number, mask in masks.items()}

@@ -541,6 +541,7 @@ def _overlap(run: RunFolder, stage: str, own: StageMasks, view: Federation) -> N
     equal = len({mask.id for mask in masks.values()}) == 1
     found: dict[str, Any] = {"stage": stage, "masks": len(own.sizes), "shown": len(masks), "equal": equal}
     found |= {"rule": _rule(run, stage), "density": float(np.mean([mask.density for mask in masks.values()]))}
+    found["together"] = run.summary.stages[stage].active if run.summary and stage in run.summary.stages else None
     if not equal:
         compared = comparison(masks)
         found |= {name: compared[name] for name in ("jaccard", "range", "chance", "allocated", "pairs")}
