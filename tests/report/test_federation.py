@@ -131,6 +131,16 @@ def test_the_numbers_below_a_curve_are_those_of_each_stage_as_everywhere_else():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1"]
 
 
+@pytest.mark.parametrize(("low", "high"), [(1.2, 4.5), (3.1, 3.9), (1, 9), (60, 1700), (1, 1e6)])
+@pytest.mark.parametrize("way", ["x", "y"])
+def test_a_log_scale_has_two_numbers_at_least_however_narrow(low, high, way):
+    axes = Figure().add_subplot()
+    axes.plot([low, high], [low, high])
+    figures.log_scale(axes, way=way)
+    ends, marks = (axes.get_xlim(), axes.get_xticks()) if way == "x" else (axes.get_ylim(), axes.get_yticks())
+    assert 2 <= sum(ends[0] <= mark <= ends[1] for mark in marks) <= 8
+
+
 def test_an_accuracy_is_reached_in_the_first_evaluated_round_that_has_it_with_all_sent_before(make_federated):
     folder = make_federated(rounds=6)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

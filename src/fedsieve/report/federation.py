@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from fedsieve.config import Privacy
 from fedsieve.mask.calibration import RULES
@@ -505,9 +505,7 @@ def accuracy_by_size(accuracy: np.ndarray, sizes: np.ndarray, strange: np.ndarra
     if strange.any():
         figure.legend(loc="outside upper left", ncols=2)
     if sizes.max() > 20 * max(sizes.min(), 1):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        log_scale(axes, way="x")
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="images of the client", ylabel="test accuracy, %")

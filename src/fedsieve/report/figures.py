@@ -6,13 +6,13 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 from scipy.stats import chi2
 
@@ -140,11 +140,17 @@ def by_index(
     return figure
 
 
-def log_scale(axes: Axes, text: Callable[[float], str] = lambda value: f"{value:g}") -> None:
-    """A vertical log scale; `text` writes its numbers."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: text(value))  # the usual ones write formulas
-    axes.yaxis.set_minor_formatter(NullFormatter())
+def log_scale(
+    axes: Axes, text: Callable[[float], str] = lambda value: f"{value:g}", way: Literal["x", "y"] = "y"
+) -> None:
+    """A log scale of what is drawn, vertical unless `way` is x; `text` writes its numbers."""
+    axes.set(**{f"{way}scale": "log"})
+    low, high = axes.get_xlim() if way == "x" else axes.get_ylim()
+    axis = axes.xaxis if way == "x" else axes.yaxis
+    if high < 30 * low:  # powers of ten would be one or none
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(nbins=4))
+    axis.set_major_formatter(lambda value, _: text(value))  # the usual ones write formulas
+    axis.set_minor_formatter(NullFormatter())
 
 
 @drawn
@@ -167,9 +173,7 @@ def overlay(
         colour, dash = pen(number)
         axes.plot(x, y, color=colour, linestyle=dash, lw=1.4, marker=_marker(x), ms=3)
     if amount:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: amount(value))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        log_scale(axes, amount, "x")
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(left=0.5)

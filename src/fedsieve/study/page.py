@@ -390,12 +390,17 @@ def _point(x: Any, item: FigureSpec, result: Result) -> Point:
     return Point(x, result.mean(item.y), result.spread(item.y), told.value if told else None)
 
 
+def _series(by: str, result: Result) -> str:
+    """What a legend calls a row: its setting, or that it has none, as where there is no mask."""
+    return str(result.settings.get(by, f"no {by.partition('.')[0]}"))
+
+
 def _lines(item: FigureSpec, results: Sequence[Result]) -> str | None:
     series: dict[str, list[Point]] = {}
     for result in results:
         x = result.settings.get(item.x or "")
         if x is not None:
-            name = str(result.settings.get(item.by, "")) if item.by else label(item.y)
+            name = _series(item.by, result) if item.by else label(item.y)
             series.setdefault(name, []).append(_point(x, item, result))
     if not any(point.mean is not None for points in series.values() for point in points):
         return None
@@ -436,7 +441,7 @@ def _scatter(item: FigureSpec, results: Sequence[Result]) -> str | None:
         x = result.mean(item.x or "bytes")
         point = _point(None, item, result)
         if x and point.mean is not None:
-            name = str(result.settings.get(item.by, "")) if item.by else ""
+            name = _series(item.by, result) if item.by else ""
             series.setdefault(name, []).append((result.row.label, x, point))
     if not series:
         return None
