@@ -16,10 +16,10 @@ from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor
-from fedsieve.federation.stack import Stack, gelu
 from fedsieve.federation.work import local_work
 from fedsieve.model.build import build_classifier
 from fedsieve.model.space import ParamSpace
+from fedsieve.model.stack import Stack, gelu
 from fedsieve.train.feed import Feed
 
 VIT = {"patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedsieve.errors import FedsieveError
+from fedsieve.mask import scores
 from fedsieve.mask.scores import fisher, fisher_sum, magnitude, sample_classes, shrunk
 from fedsieve.model.space import ParamSpace
 
@@ -37,8 +38,25 @@ def convolutional() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES)).eval()
 
 
-MODELS = {"vit": vit, "mlp": mlp, "convolutional": convolutional}
+class Scaled(nn.Module):
+    """A bare parameter that stacking takes for one of tokens: such networks are differentiated in other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(1 + torch.rand(12))
+
+    def forward(self, inputs):
+        return inputs * self.scale
+
+
+def odd() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), Scaled(), nn.GELU(), nn.Linear(12, CLASSES)).eval()
+
+
+MODELS = {"vit": vit, "mlp": mlp, "convolutional": convolutional, "odd": odd}
 SUBSETS = {
+    "odd": ["1.weight", "2.scale"],
     "vit": ["pos_embed", "blocks.0.attn.qkv.weight", "blocks.0.norm2.bias", "head.weight"],
     "mlp": ["1.weight", "3.bias"],
     "convolutional": ["0.weight", "1.weight"],
@@ -101,7 +119,7 @@ def test_fisher_equals_one_backward_pass_per_sample(name, subset):
             assert_near(total, expected)
 
 
-@pytest.mark.parametrize("name", ["vit", "mlp"])
+@pytest.mark.parametrize("name", ["vit", "mlp", "odd"])
 def test_the_batch_variant_equals_its_loop_and_is_smaller(name):
     model = MODELS[name]()
     space = ParamSpace.of(model)
@@ -173,6 +191,45 @@ def test_the_split_into_batches_and_chunks_does_not_matter():
         fisher_sum(model, space, labelled(images()[rows], 4), draws()[rows]) for rows in (slice(4), slice(4, COUNT))
     ]
     assert_near(sum(total for total, _ in parts) / sum(count for _, count in parts), whole)
+
+
+def test_where_memory_does_not_suffice_fewer_are_differentiated_at_a_time(monkeypatch):
+    model = vit()
+    space = ParamSpace.of(model)
+    whole = fisher_sum(model, space, labelled(images(), COUNT), draws())
+    asked, make = [], scores._stacked
+
+    def small(*arguments):
+        squares = make(*arguments)
+
+        def limited(groups, answers):
+            asked.append(len(groups))
+            if len(groups) > 3:
+                raise torch.cuda.OutOfMemoryError
+            return squares(groups, answers)
+
+        return limited
+
+    monkeypatch.setattr(scores, "_stacked", small)
+    found = fisher_sum(model, space, labelled(images(), COUNT), draws())
+    assert asked == [11, 6, 3, 3, 5, 3, 2] and found[1] == whole[1]
+    assert_near(found[0], whole[0])
+
+
+def test_as_many_are_differentiated_at_a_time_as_fit(monkeypatch):
+    """Batches of one size side by side, whatever was loaded at a time; a smaller one by itself."""
+    model = vit()
+    space = ParamSpace.of(model)
+    shapes, make = [], scores._stacked
+
+    def noted(*arguments):
+        squares = make(*arguments)
+        return lambda groups, answers: (shapes.append(tuple(groups.shape[:2])), squares(groups, answers))[1]
+
+    monkeypatch.setattr(scores, "_stacked", noted)
+    fisher_sum(model, space, labelled(images(), 3), draws(), per="batch", memory=2 * 4 * space.size)
+    fisher_sum(model, space, labelled(images(), 4), draws(), memory=7 * 4 * space.size)
+    assert shapes == [(2, 3), (1, 3), (1, 2), (7, 1), (4, 1)]
 
 
 def test_scoring_leaves_the_model_as_it_was():

@@ -1,11 +1,14 @@
 """Running studies: a miniature of every kind of row, going on after a kill, refusing to mix, and pages of it all."""
 
+import contextlib
 import csv
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -17,7 +20,7 @@ from fedsieve.report.html import flatten
 from fedsieve.report.page import write_report
 from fedsieve.study import grid
 from fedsieve.study.definition import STUDIES, load_study
-from fedsieve.study.grid import Grid, GridDisplay, begin, cost, run_study, show_study
+from fedsieve.study.grid import Grid, GridDisplay, begin, claimed, cost, run_study, show_study
 from fedsieve.study.page import markdown, written
 from fedsieve.study.results import read_results
 
@@ -255,3 +258,36 @@ def test_the_command_lists_runs_and_shows(tmp_path, capsys):
     shutil.rmtree(out)
     with pytest.raises(FedsieveError):
         show_study("secure", out, 1)
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it_and_taken_when_it_dies(small, tmp_path, monkeypatch, capsys):
+    study, out = small(), tmp_path / "out"
+    begin(study, out)
+    with contextlib.ExitStack() as elsewhere:
+        elsewhere.enter_context(claimed(out, out / "runs/a/plain/seed-0"))
+        monkeypatch.setattr(grid.time, "sleep", lambda _: elsewhere.close())
+        run_study(study, out, study.select(["a/plain", "a/diverging"]), 2, Console(width=200))
+    told = re.findall(r"(\d) of 3  (\S+ seed \d)", capsys.readouterr().out)
+    assert told == [("1", "a/diverging seed 0"), ("2", "a/plain seed 1"), ("3", "a/plain seed 0")]
+
+
+def test_two_processes_share_the_rows(small, tmp_path):
+    small()
+    script = f"""
+from pathlib import Path
+from rich.console import Console
+from fedsieve.study.definition import load_study
+from fedsieve.study.grid import run_study
+study = load_study("small", ["stages.all.epochs=5"], where=Path({str(tmp_path)!r}))
+run_study(study, Path({str(tmp_path / "out")!r}), study.select([]), 3, Console(width=200))
+"""
+    command = [sys.executable, "-c", script]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [process.communicate(timeout=240)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    done = [re.findall(r" of \d+  (.+?): ", text) for text in printed]
+    runs = sorted(done[0] + done[1])
+    assert runs == sorted(set(runs)) and len(runs) == 9  # each once; the best of three trials is seed 0
+    study = load_study("small", ["stages.all.epochs=5"], where=tmp_path)
+    results = read_results(study, tmp_path / "out", study.select([]), 3).values()
+    assert [len(result.runs) for result in results] == [3, 3, 0]

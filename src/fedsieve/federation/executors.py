@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from fedsieve.config import Correction, Optimizer
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.stack import Stack
 from fedsieve.federation.work import Work, side_by_side
 from fedsieve.model.space import ParamSpace
+from fedsieve.model.stack import Stack
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
-from fedsieve.train.replay import COMPILING, Replay, Speed
+from fedsieve.train.replay import COMPILING, Replay, Speed, compiled
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,13 @@ class Stacked:
         with task.autocast():
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.stack = Stack(
-            task.model, task.space, self.support, clients, cast, task.optimizer.rescale is not None, task.speed
+            task.model,
+            task.space,
+            self.support,
+            clients,
+            cast,
+            whole=task.optimizer.rescale is not None,
+            compile=lambda network: compiled(network, task.speed),
         )
         k = task.space.size if self.support is None else len(self.support)
         self.weights = task.theta.detach().new_zeros(clients, k)  # in place always: recorded steps read from here

@@ -6,9 +6,11 @@ data's label). TaLoS (Iurada et al. 2025) backpropagates the sampled raw logit a
 calibration rounds; both are here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,8 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedsieve.errors import FedsieveError
 from fedsieve.model.space import ParamSpace
+from fedsieve.model.stack import Stack
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+Autocast = Callable[[], AbstractContextManager]
+Objective = Callable[[Tensor, Tensor], Tensor]  # of logits (..., B, C) and answers (..., B)
+# Of groups (G, B, ...) and their answers (G, B): by name, the sums of their squared gradients; and what was differentiated.
+Squares = Callable[[Tensor, Tensor], tuple[Mapping[str, Tensor], Tensor]]
 
 
 def fisher(
@@ -31,7 +38,7 @@ def fisher(
     per: Literal["sample", "batch"] = "sample",
     target: Literal["log_prob", "logit"] = "log_prob",
     memory: int | None = None,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    autocast: Autocast = nullcontext,
 ) -> Tensor:
     """The diagonal Fisher information of the space's weights, (D,) float32. Arguments as in `fisher_sum`."""
     total, count = fisher_sum(model, space, batches, draws, per=per, target=target, memory=memory, autocast=autocast)
@@ -48,7 +55,7 @@ def fisher_sum(
     per: Literal["sample", "batch"] = "sample",
     target: Literal["log_prob", "logit"] = "log_prob",
     memory: int | None = None,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    autocast: Autocast = nullcontext,
 ) -> tuple[Tensor, int]:
     """The sum of squared gradients, (D,) float64, and how many were added: what a client sends.
 
@@ -56,9 +63,10 @@ def fisher_sum(
     sample, in order, or is a generator of them, and picks y from the model's softmax; None takes the data's labels instead.
     `per="batch"` squares the mean gradient of each of `batches`: cheaper, and biased low.
 
-    `memory` bounds the bytes of per-sample gradients that exist at once (512 MiB on a CPU, 8 GiB on a GPU);
-    activations come on top. Squares are added in float32 inside such a chunk and in float64 across chunks.
-    `autocast` wraps the forward pass of `per="batch"`; per-sample gradients are computed in the weights' own precision.
+    What is squared by itself, a sample or a batch, is a copy of the network in a `Stack`, so that many are differentiated at a
+    time. `memory` bounds the bytes of their gradients (512 MiB on a CPU, 8 GiB on a GPU); activations come on top.
+    Squares are added in float32 among those and in float64 beyond. `autocast` wraps the forward pass of `per="batch"`; per-sample
+    gradients are computed in the weights' own precision.
     """
     for name, value, allowed in (("per", per, ("sample", "batch")), ("target", target, ("log_prob", "logit"))):
         if value not in allowed:
@@ -67,71 +75,26 @@ def fisher_sum(
         raise FedsieveError(
             "scores: the space is not one of this model: the order or the shapes of its parameters differ"
         )
-    inside = set(space.names)
-    parameters = {name: tensor.detach() for name, tensor in model.named_parameters() if name in inside}
-    device = next(model.parameters()).device
-    rng = draws if isinstance(draws, np.random.Generator) else None
-    if isinstance(draws, np.random.Generator):
-        draws = np.zeros(0)  # drawn batch by batch below
-    uniforms = None if draws is None else torch.as_tensor(draws, dtype=torch.float64)
-    if uniforms is not None and not ((uniforms >= 0) & (uniforms < 1)).all():
-        raise FedsieveError("scores: draws must lie in [0, 1)")
-
-    def objective(weights: dict[str, Tensor], inputs: Tensor, answers: Tensor) -> Tensor:
-        """The mean of the target over (B, ...) inputs; answers (B,) are labels, or the draws that pick them."""
-        with autocast():
-            logits = functional_call(model, weights, (inputs,))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        labels = answers if uniforms is None else sample_classes(logits.detach(), answers)
-        # A product, because vmap cannot index by a value it maps over.
-        chosen = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
-        values = logits if target == "logit" else logits.log_softmax(-1)
-        return (values * chosen).sum(-1).mean()
-
-    differentiate = grad_and_value(objective)
-    chunk = None
-    if per == "sample":  # the gradients of batches of one, side by side
-        bytes_each = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
-        budget = memory if memory is not None else 512 * 2**20 if device.type == "cpu" else 8 * 2**30
-        chunk = max(1, budget // max(1, bytes_each))
-        differentiate = vmap(differentiate, in_dims=(None, 0, 0))
-
+    if isinstance(draws, np.ndarray | Tensor):
+        draws = torch.as_tensor(draws, dtype=torch.float64)
+        if not ((draws >= 0) & (draws < 1)).all():
+            raise FedsieveError("scores: draws must lie in [0, 1)")
+    single, device = per == "sample", next(model.parameters()).device
+    on_host = device.type == "cpu"
+    most = (memory or (512 * 2**20 if on_host else 8 * 2**30)) // max(1, 4 * space.size)
+    objective = functools.partial(_objective, target, draws is not None)
     total = torch.zeros(space.size, dtype=torch.float64, device=device)
     sums = space.unflatten(total)
     healthy = torch.ones((), dtype=torch.bool, device=device)
-    count = samples = 0
-    # vmap has no rules for fused attention (it loops, with a warning), nor for mixed-precision attention and LayerNorm.
-    attention = sdpa_kernel(SDPBackend.MATH) if chunk else nullcontext()
-    if chunk:
-        autocast = nullcontext
-    with _eval_mode(model), attention:
-        for inputs, labels in batches:
-            first, samples = samples, samples + len(inputs)
-            if rng is not None and uniforms is not None:
-                uniforms = torch.cat([uniforms, torch.from_numpy(rng.random(len(inputs)))])
-            answers = labels if uniforms is None else uniforms[first:samples].to(inputs.device)
-            if uniforms is None and not first:
-                classes = functional_call(model, parameters, (inputs[:1],)).shape[-1]
-            if uniforms is None and not ((labels >= 0) & (labels < classes)).all():
-                raise FedsieveError(f"scores: a label is not among the model's {classes} classes")
-            if len(answers) != len(inputs):
-                raise FedsieveError(f"scores: {'labels' if uniforms is None else 'draws'} are missing for some samples")
-            if chunk is None:
-                pieces: Iterable[tuple[Tensor, Tensor]] = [(inputs, answers)]
-            else:
-                pieces = zip(inputs.unsqueeze(1).split(chunk), answers.unsqueeze(1).split(chunk), strict=True)
-            for piece in pieces:
-                gradients, values = differentiate(parameters, *piece)
-                healthy &= values.isfinite().all()
-                for name, gradient in gradients.items():
-                    squares = gradient.square()
-                    sums[name] += squares if chunk is None else squares.sum(0)
-                del gradients  # before the next chunk's are made
-                count += 1 if chunk is None else len(piece[0])
-    if uniforms is not None and samples != len(uniforms):
-        raise FedsieveError(f"scores: {len(uniforms):,} draws for {samples:,} samples; each sample needs one")
-    if not count:
-        raise FedsieveError("scores: there are no samples to score with")
+    squares: Squares | None = None
+    count = 0
+    with _eval_mode(model):
+        for groups, answers in _groups(_answered(model, batches, draws), single, max(1, most), 64 if on_host else 256):
+            if squares is None:
+                make = _stacked if _stacks(model, space, groups[0, :1]) else _mapped if single else _looped
+                squares = make(model, space, objective, nullcontext if single else autocast)
+            healthy &= _add(sums, squares, groups, answers)
+            count += len(groups)
     if not (healthy & total.isfinite().all()):
         raise FedsieveError(
             "scores: a gradient is not finite. The weights or the inputs hold NaN or infinity, or overflow: "
@@ -139,6 +102,161 @@ def fisher_sum(
             1,
         )
     return total, count
+
+
+def _answered(
+    model: nn.Module, batches: Batches, draws: Tensor | np.random.Generator | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches with what tells their classes: the data's labels, or draws that pick them from the softmax."""
+    seen = classes = 0
+    for inputs, labels in batches:
+        answers = labels
+        if draws is None and not seen:
+            classes = model(inputs[:1]).shape[-1]
+        if draws is None and not ((labels >= 0) & (labels < classes)).all():
+            raise FedsieveError(f"scores: a label is not among the model's {classes} classes")
+        if isinstance(draws, np.random.Generator):
+            answers = torch.from_numpy(draws.random(len(inputs)))
+        elif draws is not None:
+            answers = draws[seen : seen + len(inputs)]
+        if len(answers) != len(inputs):
+            raise FedsieveError(f"scores: {'labels' if draws is None else 'draws'} are missing for some samples")
+        yield inputs, answers.to(inputs.device)
+        seen += len(inputs)
+    if isinstance(draws, Tensor) and seen != len(draws):
+        raise FedsieveError(f"scores: {len(draws):,} draws for {seen:,} samples; each sample needs one")
+    if not seen:
+        raise FedsieveError("scores: there are no samples to score with")
+
+
+def _groups(batches: Batches, single: bool, most: int, images: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What is squared by itself, samples or batches, side by side: (G, B, ...) and (G, B).
+
+    At most `most` of them, and of more than one no more than so many `images`.
+    """
+    held: list[tuple[Tensor, Tensor]] = []
+    for pair in batches:
+        held += zip(*(part.split(1) for part in pair), strict=True) if single else [pair]
+        while held and (ready := _ready(held, most, images)):
+            yield torch.stack([inputs for inputs, _ in held[:ready]]), torch.stack([one for _, one in held[:ready]])
+            del held[:ready]
+    if held:
+        yield torch.stack([inputs for inputs, _ in held]), torch.stack([answers for _, answers in held])
+
+
+def _ready(held: list[tuple[Tensor, Tensor]], most: int, images: int) -> int:
+    """How many of those held are enough to go on with; 0: more may come."""
+    size = len(held[0][0])
+    enough = max(1, min(most, images // size))
+    alike = next((number for number, (inputs, _) in enumerate(held) if len(inputs) != size), len(held))
+    return enough if alike >= enough else alike if alike < len(held) else 0
+
+
+def _objective(target: str, drawn: bool, logits: Tensor, answers: Tensor) -> Tensor:
+    """The target's mean over (..., B, C) logits, summed over the rest; answers are labels, or draws that pick them."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = sample_classes(logits.detach(), answers) if drawn else answers
+    # A product, because vmap cannot index by a value it maps over.
+    chosen = torch.arange(logits.shape[-1], device=logits.device) == labels[..., None]
+    values = logits if target == "logit" else logits.log_softmax(-1)
+    return (values * chosen).sum(-1).mean(-1).sum()
+
+
+def _add(sums: Mapping[str, Tensor], squares: Squares, groups: Tensor, answers: Tensor) -> Tensor:
+    """Add the squared gradients of groups, in parts where memory does not suffice; gives whether all is finite."""
+    try:
+        found, value = squares(groups, answers)
+    except torch.cuda.OutOfMemoryError:
+        if len(groups) == 1:
+            raise
+        halves = zip(groups.chunk(2), answers.chunk(2), strict=True)
+        return torch.stack([_add(sums, squares, *half) for half in halves]).all()
+    for name, part in found.items():
+        sums[name].add_(part.view_as(sums[name]))
+    return value.isfinite().all()
+
+
+def _stacks(model: nn.Module, space: ParamSpace, inputs: Tensor) -> bool:
+    """Whether copies of the network can be run as one. It is tried once for a network, not for every mask of it."""
+    known = _STACKS.setdefault(model, {})
+    if space.names not in known:
+        try:
+            Stack(model, space, None, 2).check(inputs)
+            known[space.names] = True
+        except FedsieveError:
+            known[space.names] = False
+    return known[space.names]
+
+
+_STACKS: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
+
+
+def _stacked(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
+    """Groups as copies of one network, all at once."""
+    kind, stacks = next(model.parameters()).device.type, dict[int, Stack]()
+    with autocast():
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    @torch.enable_grad()
+    def squares(groups: Tensor, answers: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        count = len(groups)
+        if count not in stacks:
+            stacks[count] = Stack(model, space, None, count, cast, alike=True)
+        with autocast():
+            logits = stacks[count](groups.flatten(0, 1))
+        value = objective(logits.unflatten(0, (count, -1)), answers)
+        return _squared(zip(space.names, stacks[count].gradients(value), strict=True)), value.detach()
+
+    return squares
+
+
+def _mapped(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
+    """Groups through vmap, which knows more networks than a stack, and is slower."""
+    weights, differentiate = _differentiated(model, space, objective, autocast)
+
+    def squares(groups: Tensor, answers: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):  # it has no rules for fused attention: it would loop, with a warning
+            gradients, values = vmap(differentiate, in_dims=(None, 0, 0))(weights, groups, answers)
+        return _squared(gradients.items()), values
+
+    return squares
+
+
+def _looped(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
+    """Groups one after the other: vmap has no rules for mixed-precision attention and LayerNorm either."""
+    weights, differentiate = _differentiated(model, space, objective, autocast)
+
+    def squares(groups: Tensor, answers: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        sums, values = dict[str, Tensor](), []
+        for pair in zip(groups, answers, strict=True):
+            gradients, value = differentiate(weights, *pair)
+            values.append(value)
+            for name, square in _squared((name, gradient[None]) for name, gradient in gradients.items()).items():
+                sums[name] = sums[name] + square if name in sums else square
+        return sums, torch.stack(values)
+
+    return squares
+
+
+def _differentiated(
+    model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast
+) -> tuple[dict[str, Tensor], Callable[..., tuple[dict[str, Tensor], Tensor]]]:
+    """The space's weights, and the gradients of one group's objective by them."""
+
+    def value(weights: dict[str, Tensor], inputs: Tensor, answers: Tensor) -> Tensor:
+        with autocast():
+            logits = functional_call(model, weights, (inputs,))
+        return objective(logits, answers)
+
+    return {name: model.get_parameter(name).detach() for name in space.names}, grad_and_value(value)
+
+
+def _squared(gradients: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Of gradients (G, ...), the sums of their squares over the groups."""
+    return {
+        name: gradient.to(torch.promote_types(gradient.dtype, torch.float32)).square().sum(0)
+        for name, gradient in gradients
+    }
 
 
 def sample_classes(logits: Tensor, draws: Tensor) -> Tensor:

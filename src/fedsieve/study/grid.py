@@ -1,4 +1,4 @@
-"""Running a study: every row with every seed, in one process that pays for its start once.
+"""Running a study: every row with every seed, in one process that pays for its start once, or in several that share the rows.
 
 What is finished is skipped, a killed run goes on inside, and a row of another config is never mixed in.
 """
@@ -63,7 +63,7 @@ def check_folder(study: Study, out: Path) -> None:
                 f"--out: {out} was begun as `fedsieve study {_words(there)}`, and rows of two kinds are not mixed. "
                 "Go on with the same words, or choose another folder"
             )
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif out.exists() and (not out.is_dir() or any(out.glob("[!.]*"))):
         raise FedsieveError(f"--out: {out} is there already and is no study folder. Choose another folder")
 
 
@@ -111,15 +111,16 @@ def run_study(
     check_folder(study, out)
     grid.check()
     begin(study, out)
-    with _only_process(out):
-        try:
-            if not grid.run(limit):
-                display.say(
-                    f"time is up: {display.over} of {display.runs} runs are over. The same command goes on from here"
-                )
-            elif len(rows) == len(study.rows) and study.looks_at_data:
+    try:
+        if not grid.run(limit):
+            display.say(
+                f"time is up: {display.over} of {display.runs} runs are over. The same command goes on from here"
+            )
+        elif len(rows) == len(study.rows) and study.looks_at_data:
+            with _alone(out):
                 explore(study, out, display)
-        finally:
+    finally:
+        with _alone(out):
             page = write_study(study, out, max(seeds, _seeds_there(out)))
     return page
 
@@ -143,14 +144,28 @@ def _seeds_there(out: Path) -> int:
     return max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
 
 
+class Taken(Exception):
+    """Another process is at a run."""
+
+
 @contextlib.contextmanager
-def _only_process(out: Path) -> Iterator[None]:
-    """Keep a second process off a study folder."""
+def _alone(out: Path) -> Iterator[None]:
+    """Wait until no other process writes pages into a study folder."""
     with (out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def claimed(out: Path, folder: Path) -> Iterator[None]:
+    """A run for this process alone. A process that dies lets go of its claim."""
+    file = out / ".claims" / "~".join(folder.relative_to(out).parts)
+    file.parent.mkdir(exist_ok=True)
+    with file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FedsieveError(f"{out}: another process is working on this study") from None
+            raise Taken from None
         yield
 
 
@@ -195,11 +210,12 @@ class Grid:
     ) -> None:
         self.study, self.out, self.rows, self.seeds = study, out, rows, seeds
         self.display, self.keep_all, self.shared = display, keep_all, Shared()
+        self.over: set[Path] = set()  # runs that are counted as over
 
     def run(self, limit: float | None = None) -> bool:
         """All rows with the first seed, then all with the second, and so on: what is there early is there for every row.
 
-        Gives whether all could run in `limit` seconds.
+        What other processes are at is passed over, and looked at again at the end. Gives whether all could run in `limit` seconds.
         """
         with _alarm(limit) as rung:
             try:
@@ -213,10 +229,18 @@ class Grid:
         images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
         costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
         with self.display.grid(self._planned(costs)):
-            for seed in range(self.seeds):
-                for row in self.rows:
-                    if seed < (row.seeds or self.seeds):
+            seeds = range(self.seeds)
+            left = [(row, seed) for seed in seeds for row in self.rows if seed < (row.seeds or self.seeds)]
+            while left:
+                elsewhere = []
+                for row, seed in left:
+                    try:
                         self._do(row, seed, costs[row.name])
+                    except Taken:
+                        elsewhere.append((row, seed))
+                if elsewhere == left:
+                    time.sleep(1)
+                left = elsewhere
 
     def check(self) -> None:
         """Refuse, before anything runs, what cannot run here and rows that were made with another config."""
@@ -269,15 +293,22 @@ class Grid:
 
     def _run(self, row: Row, name: str, folder: Path, experiment: Experiment, size: float) -> None:
         """One run, or what is left of it."""
-        outcome = read_outcome(folder, experiment)
-        self._refuse_other(outcome)
-        if outcome.state in ("finished", "diverged"):
-            self.display.skip(size)
+        if folder in self.over:
             return
+        with claimed(self.out, folder):
+            outcome = read_outcome(folder, experiment)
+            self._refuse_other(outcome)
+            if outcome.state in ("finished", "diverged"):
+                self.display.skip(size)
+            else:
+                self._go(row, name, folder, experiment, size, outcome.state == "not run")
+        self.over.add(folder)
+
+    def _go(self, row: Row, name: str, folder: Path, experiment: Experiment, size: float, new: bool) -> None:
         self.display.next(name)
         began = time.perf_counter()
         try:
-            if outcome.state == "not run":
+            if new:
                 shutil.rmtree(folder, ignore_errors=True)  # at most the beginning of a config
                 summary = run(experiment, folder, self.display, page=False, shared=self.shared)
             else:

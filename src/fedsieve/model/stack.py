@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 from fedsieve.errors import FedsieveError
 from fedsieve.model.space import ParamSpace
-from fedsieve.train.replay import Speed, compiled
 
 
 class Stack:
@@ -26,7 +25,8 @@ class Stack:
     `support` holds ascending places in the space's vector. The values are given and their gradients taken as matrices
     (clients, k). With `cast`, weights are kept in that type but for those of norms, which autocast would not cast either;
     tokens and position embeddings too, so that what they are added to does not become twice as wide in memory.
-    `whole` also takes the gradients of tensors outside the support, for their norms.
+    `whole` also takes the gradients of tensors outside the support, for their norms. With `alike`, all copies have the model's own
+    weights, which take no memory then, and only their gradients differ. `compile` is what the network goes through.
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class Stack:
         clients: int,
         cast: torch.dtype | None = None,
         whole: bool = False,
-        speed: Speed = "eager",
+        alike: bool = False,
+        compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda network: network,
     ) -> None:
         self.model, self.clients, self.cast = model, clients, cast
-        self.network = compiled(self._network, speed)
+        self.network = compile(self._network)
         device = next(model.parameters()).device
         everything = torch.arange(space.size, device=device) if support is None else support
         bounds = torch.tensor(space.offsets, device=device)
@@ -51,8 +52,9 @@ class Stack:
         for name, start, first, last in zip(space.names, space.offsets, cuts, cuts[1:], strict=False):
             if first == last and not whole:
                 continue
-            weights = parameters[name].detach()
-            leaf = weights.expand(clients, *weights.shape).to(self._type(name), copy=True)
+            weights = parameters[name].detach().to(self._type(name))
+            leaf = weights.expand(clients, *weights.shape)
+            leaf = leaf if alike else leaf.clone(memory_format=torch.contiguous_format)
             places = None if last - first == weights.numel() else everything[first:last] - start
             self.leaves[name] = leaf.requires_grad_()
             self.parts.append((leaf, places, first, last))

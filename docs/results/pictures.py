@@ -1,0 +1,104 @@
+"""Draw the pictures of index.md from the tables beside it: `uv run python docs/results/pictures.py`."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import mean, stdev
+
+from fedsieve.study.figures import Point, dots, lines
+
+HERE = Path(__file__).parent
+PARTITIONS = {"iid": "IID", "nc50": "50", "nc10": "10", "nc5": "5", "nc1": "1"}
+ACCURACY = "test accuracy, %"
+
+
+def table(name: str) -> list[dict[str, str]]:
+    with (HERE / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def point(x: object, rows: Iterable[Mapping[str, str]], reported: float | None = None) -> Point:
+    """Mean and standard deviation over seeds, in percent."""
+    values = [100 * float(row["test_accuracy"]) for row in rows]
+    return Point(x, mean(values), stdev(values) if len(values) > 1 else None, reported)
+
+
+def percent(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def rules() -> str:
+    found = defaultdict(list)
+    for row in table("rules.csv"):
+        if row["phase"] == "final" and row["size"] == "128" and row["rule"] != "dense":
+            found[row["rule"], float(row["sparsity"])].append(row)
+    names = [
+        "high_magnitude",
+        "random",
+        "low_hybrid",
+        "high_hybrid",
+        "low_magnitude",
+        "most_sensitive",
+        "least_sensitive",
+    ]
+    series = {name: [point(share, found[name, share]) for share in (0.5, 0.9, 0.99)] for name in names}
+    return lines(series, "share of the backbone that is frozen", ACCURACY, None, False)
+
+
+def skew() -> str:
+    phases, federation = {}, table("federation.csv")
+    for name, phase, job in (
+        ("one step a round, 13.7 GB", "budget", "b-"),
+        ("one step a round, 2.2 GB", "tenth", "c-"),
+        ("four epochs a round, 7.5 GB", "drift", "drift-"),
+    ):
+        phases[name] = [
+            point(word, [row for row in federation if row["phase"] == phase and row["job"] in (job + key, job + word)])
+            for key, word in PARTITIONS.items()
+        ]
+    heads = table("secure.csv")
+    phases["head alone, 20 rounds"] = [
+        point(word, [row for row in heads if row["row"] == f"fedavg/{key}"]) for key, word in PARTITIONS.items()
+    ]
+    return lines(phases, "classes per client", ACCURACY, None, False)
+
+
+def cost() -> str:
+    found = defaultdict(list)
+    for row in table("federation.csv"):
+        found[row["job"]].append(row)
+    names, points = [], []
+    for label, job in {
+        "one step, a tenth, int4": "c-iid",
+        "one step, a tenth, int8": "iid-.9-int8",
+        "four epochs, client masks, fp32": "drift-iid",
+        "one step, three tenths, int8": "b-iid",
+        "one step, a tenth, fp32": "iid-.9-fp32",
+    }.items():
+        sent = mean(int(row["bytes_up"]) + int(row["bytes_down"]) for row in found[job] if row["bytes_up"])
+        names.append(f"{sent / 1e9:.1f} GB: {label}")
+        points.append(point(None, found[job]))
+    return dots(names, points, ACCURACY, percent, None)
+
+
+def sums() -> str:
+    rows = table("secure.csv")
+    names = {
+        "whole head, plain mean": "plain",
+        "whole head, zero-sum pads": "zero_sum",
+        "whole head, secagg": "secagg",
+        "a fifth of it, plain mean": "sparse-plain",
+        "a fifth of it, zero-sum pads": "sparse-zero_sum",
+        "a fifth of it, secagg": "sparse-secagg",
+    }
+    points = [point(None, [row for row in rows if row["row"] == f"sums/{name}"]) for name in names.values()]
+    return dots(list(names), points, ACCURACY, percent, None)
+
+
+if __name__ == "__main__":
+    for draw in (rules, skew, cost, sums):
+        target = HERE / "pictures" / f"{draw.__name__}.svg"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(draw())
+        print(target)
