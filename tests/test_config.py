@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,26 @@ def test_a_mistake_in_an_override_is_laid_to_the_command_line():
     assert "key=value" in refusal(STAGE, "data.size")
 
 
+def test_settings_that_do_not_go_together_are_laid_to_the_override_that_brought_it_about():
+    digits = 'model.weights is "digits", which goes only with data.source: digits'
+    assert refusal(STAGE, "seed=3", "model.weights=digits") == f"command line, model.weights=digits: {digits}"
+    assert refusal(STAGE + "model: {weights: digits}", "seed=3") == f"exp.yaml: {digits}"
+    federated = "federation: {clients: 4}\nstages: [{name: a, rounds: 8}]"
+    either = refusal(federated, "stages.a.epochs=3", "stages.0.epochs=2")
+    assert either.startswith("command line, stages.a.epochs=3 and stages.0.epochs=2: stages.a.epochs: in a federation")
+    nested = refusal(STAGE, "stages=[{name: b, epochs: 1}]", "stages.b.warmup_epochs=2")
+    assert nested.startswith("command line")
+
+
+def test_an_alias_that_holds_itself_and_a_nest_without_end_are_no_yaml():
+    for text in ("a: &x [*x]", "a: &x {b: [*x]}", "&x [*x]"):
+        assert "line 1: not valid YAML: an alias (*) stands for something that it is itself a part of" in refusal(text)
+    assert refusal(STAGE, "data.classes=&x [*x]").startswith(
+        "command line: data.classes, line 1: not valid YAML: an alias"
+    )
+    assert "nested too deep" in refusal(f"a: {3000 * '['}{3000 * ']'}")
+
+
 SPARSE = "stages: [{name: a, epochs: 1, sparse: true}]\nmask: {rule: random}\n"
 
 
@@ -107,6 +128,22 @@ def test_one_layer_kind_is_a_list_of_one():
     assert parse_config(SPARSE, ["mask.kinds=[norm, bias]"]).mask.kinds == ["norm", "bias"]
     assert parse_config(SPARSE, ["mask.kinds=all"]).mask.kinds == "all"
     assert parse_config(SPARSE).mask.kinds == "default"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("federation.cohort=5", "federation.cohort: 5 clients are asked for, but there are 4"),
+        ("federation.held_out=0.3", "federation.cohort: 4 .* there are 4, of which 3 train"),
+        ("federation.held_out=0.9", "federation.held_out: 0.9 of 4 clients leaves none to train"),
+        ("federation.minimum_replies=5", "federation.minimum_replies: 5 .* a round has 4"),
+        ("federation.personal.clients=5", "federation.personal.clients: 5 .* there are 4"),
+        ("mask.clients=5", "mask.clients: 5 .* there are 4"),
+        ("federation.clients=3", "federation.cohort: 4 .* there are 3"),
+    ],
+)
+def test_more_clients_than_there_are_are_refused_by_key_and_number(override, said):
+    assert re.search(said, refusal(SIEVED.replace("clients: 4", "clients: 4, cohort: 4"), override))
 
 
 FEDERATED = "federation: {clients: 4}\nstages: [{name: a, rounds: 8}]\n"

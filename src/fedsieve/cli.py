@@ -186,6 +186,9 @@ def _show_federation(summary: dict[str, Any], folder: Path) -> None:
     if summary["drift"] is not None:
         facts += [f"last drift {summary['drift']:.3g}"]
     lines += [", ".join(facts)] if facts else []
+    if personal := summary.get("personal"):
+        means = ", ".join(f"{method} {_percent(told.get('mean'))}" for method, told in personal.items())
+        lines += [f"personal models of {next(iter(personal.values()))['clients']:,} clients: {means}"]
     if summary["refused"]:
         lines += ["refused: " + ", ".join(f"{count} {reason}" for reason, count in summary["refused"].items())]
     console.print("\n".join(lines), highlight=False)

@@ -547,6 +547,14 @@ class Federation(Strict):
             )
         return self
 
+    def strangers(self, clients: int) -> int:
+        """How many of so many clients never train."""
+        return round(self.held_out * clients)
+
+    def cohort_size(self, trainers: int) -> int:
+        """How many clients a round has, of so many that train."""
+        return self.cohort if isinstance(self.cohort, int) else max(1, round(self.cohort * trainers))
+
 
 class Message(Strict):
     """How values travel: to the server, and from it."""
@@ -791,6 +799,9 @@ class Experiment(Strict):
         for stage in self.stages:
             if (sieve := self.mask_of(stage)) is not None:
                 self._check_sieve(stage, sieve)
+        natural = federation.partition.kind == "natural"  # how many clients that has, only the data says
+        if not natural and (why := too_many(self, federation.clients or 100)):
+            raise ValueError(why)
         for wrong, why in trust_conflicts(self, federation):
             if wrong:
                 raise ValueError(why)
@@ -821,6 +832,29 @@ class Experiment(Strict):
     def mask_of(self, stage: Stage) -> Sieve | None:
         """The mask settings of a stage; None where every weight of the stage trains."""
         return stage.mask or (self.mask if stage.sparse else None)
+
+
+def too_many(experiment: Experiment, clients: int) -> str | None:
+    """What asks for more clients than there are, in words; None where nothing does."""
+    federation = experiment.federation
+    assert federation is not None
+    trainers = clients - federation.strangers(clients)
+    if not trainers:
+        return f"federation.held_out: {federation.held_out:g} of {clients:,} clients leaves none to train"
+    cohort, personal = federation.cohort_size(trainers), federation.personal
+    sieves = [sieve for sieve in map(experiment.mask_of, experiment.stages) if sieve is not None]
+    there = f"there are {clients:,}"
+    training = there if trainers == clients else f"{there}, of which {trainers:,} train (federation.held_out)"
+    wanted = [
+        ("federation.cohort", cohort, trainers, training),
+        ("federation.minimum_replies", federation.minimum_replies, cohort, f"a round has {cohort:,}"),
+        ("federation.personal.clients", personal.clients if personal else None, clients, there),
+        *(("mask.clients", sieve.clients, trainers, training) for sieve in sieves),
+    ]
+    for key, count, most, why in wanted:
+        if count is not None and count > most:
+            return f"{key}: {count:,} clients are asked for, but {why}"
+    return None
 
 
 def trust_conflicts(experiment: Experiment, federation: Federation) -> list[tuple[bool, str]]:
@@ -1000,6 +1034,8 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+# Deep, like mappings: a list that holds itself is then refused.
+_Loader.add_constructor("tag:yaml.org,2002:seq", lambda loader, node: loader.construct_sequence(node, deep=True))
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -1008,7 +1044,11 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise FedsieveError(f"{where}{line}: not valid YAML: {error.problem}") from None
+        recursive = error.problem == "found unconstructable recursive node"
+        problem = "an alias (*) stands for something that it is itself a part of" if recursive else error.problem
+        raise FedsieveError(f"{where}{line}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise FedsieveError(f"{where}: not valid YAML: lists or mappings are nested too deep") from None
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise FedsieveError(f"{where}: not valid YAML: {error}") from None
 
@@ -1098,18 +1138,17 @@ def make_experiment(tree: Any, overrides: Sequence[str] = (), where: str = "conf
         raise FedsieveError(
             f"{where}: an experiment is a mapping of keys such as data, model and stages, not {_kind(tree)}"
         )
-    tree = apply_overrides(tree, overrides)
     try:
-        return Experiment.model_validate(tree)
+        return Experiment.model_validate(apply_overrides(tree, overrides))
     except ValidationError as error:
-        overridden = {override.partition("=")[0].strip() for override in overrides}
-        lines = _explain(error, tree, where, overridden)
-        raise FedsieveError("\n".join(lines)) from None
+        raise FedsieveError("\n".join(_explain(error, tree, where, overrides))) from None
 
 
-def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overridden: set[str]) -> list[str]:
+def _explain(error: ValidationError, written: Mapping[str, Any], where: str, overrides: Sequence[str]) -> list[str]:
     """One line per problem: place, key, what is wrong, what is allowed."""
     lines = []
+    tree = apply_overrides(written, overrides)
+    overridden = {override.partition("=")[0].strip() for override in overrides}
     for problem in error.errors():
         keys, model = _locate(problem["loc"])
         if _is_inherited(keys, tree):
@@ -1117,10 +1156,29 @@ def _explain(error: ValidationError, tree: Mapping[str, Any], where: str, overri
         key = ".".join(_named(keys, tree))
         paths = (key, ".".join(map(str, keys)))
         given = any(f"{path}.".startswith(f"{override}.") for path in paths for override in overridden)
-        place = "command line" if given else where
+        culprits = [] if given else _culprits(problem, written, overrides)
+        place = "command line" if given else f"command line, {' and '.join(culprits)}" if culprits else where
         text = _sentence(problem, keys, model)
         lines.append(f"{place}: {key}: {text}" if key else f"{place}: {text}")
     return lines
+
+
+def _culprits(problem: Any, written: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """The overrides without which a problem of several keys together would not be there; none where it is the file's own."""
+
+    def there(some: Sequence[str]) -> bool:
+        try:
+            Experiment.model_validate(apply_overrides(written, some))
+        except ValidationError as error:
+            return any((other["loc"], other["msg"]) == (problem["loc"], problem["msg"]) for other in error.errors())
+        except FedsieveError:  # one goes into what another has made
+            return True
+        return False
+
+    if not overrides or there([]):
+        return []
+    single = [own for place, own in enumerate(overrides) if not there([*overrides[:place], *overrides[place + 1 :]])]
+    return single or list(overrides)
 
 
 def _is_inherited(keys: list[int | str], tree: Mapping[str, Any]) -> bool:

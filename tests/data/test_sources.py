@@ -264,6 +264,24 @@ def test_a_damaged_image_is_named(tmp_path, data):
         load_images(data(tmp_path / "set"), "train")
 
 
+def test_a_training_class_without_images_is_refused_by_name_and_shifts_no_label(tmp_path, data):
+    for split, name in (("train", "ant"), ("train", "cow"), ("test", "ant"), ("test", "cow")):
+        folder = tmp_path / "set" / split / name
+        folder.mkdir(parents=True)
+        Image.fromarray(picture(len(name))).save(folder / "0.png")
+    (tmp_path / "set" / "train" / ".cache").mkdir()
+    (tmp_path / "set" / "test" / "bee").mkdir()  # only testing lacks it: no label depends on that
+    assert load_images(data(tmp_path / "set"), "train").class_names == ["ant", "cow"]
+    bee = tmp_path / "set" / "train" / "bee"
+    bee.mkdir()
+    (bee / "._0.png").write_bytes(b"what another system leaves beside a picture")
+    for look in (load_images, survey):
+        with pytest.raises(FedsieveError, match="train/bee is a class folder without images"):
+            look(data(tmp_path / "set"), "train")
+    names = ["ant", "bee", "cow"]
+    assert load_images(data(tmp_path / "set", class_names=names), "train").labels.tolist() == [0, 2]
+
+
 def test_an_image_in_a_parquet_row_that_cannot_be_read_is_named_by_row(tmp_path, data):
     rows = [{"bytes": encoded(picture(0)), "path": None}, {"bytes": b"rubbish", "path": None}]
     (tmp_path / "set").mkdir()

@@ -3,9 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsieve.config import Device, Failures, Federation, Partition
+from fedsieve.config import Device, Failures, Federation, Partition, parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.population import make_population
+from fedsieve.runner.federated import populate
 
 LABELS = np.arange(600) % 10
 
@@ -26,7 +27,7 @@ def test_cohorts_are_distinct_clients_that_may_train(held_out, cohort, round):
 
 
 def round_half(value):
-    return min(round(value), 30)
+    return round(value)
 
 
 def test_every_client_is_chosen_at_some_time_and_none_more_often_than_chance_allows():
@@ -35,7 +36,7 @@ def test_every_client_is_chosen_at_some_time_and_none_more_often_than_chance_all
     assert counts.sum() == 6000 and abs(counts - 200).max() < 5 * np.sqrt(200)
 
 
-@given(st.integers(1, 30), st.floats(0, 0.5), st.integers(0, 5))
+@given(st.integers(1, 15), st.floats(0, 0.5), st.integers(0, 5))
 def test_shuffled_sampling_calls_every_client_once_before_any_twice(cohort, held_out, number):
     people = population(cohort=cohort, sampling="shuffled", held_out=held_out)
     rounds = people.trainers // people.cohort_size
@@ -53,10 +54,6 @@ def test_cohorts_differ_by_round_stage_and_seed():
     people, other = population(cohort=5), make_population(Federation(clients=30, cohort=5), LABELS, seed=2)
     drawn = {tuple(who.cohort(stage, number)) for who in (people, other) for stage in "ab" for number in range(5)}
     assert len(drawn) > 15
-
-
-def test_a_number_of_clients_larger_than_there_are_takes_all():
-    assert len(population(cohort=99).cohort("s", 0)) == 30
 
 
 def test_devices_are_dealt_by_their_shares():
@@ -81,9 +78,13 @@ def test_fates_come_as_often_as_asked():
     assert share["corrupt"] == pytest.approx(0.5 * (0.6 - late), abs=0.03)
 
 
-def test_someone_must_train():
-    with pytest.raises(FedsieveError, match="held_out"):
-        make_population(Federation(clients=2, held_out=0.9), LABELS, seed=0)
+def test_more_clients_than_the_data_brings_are_refused(monkeypatch):
+    """What the config cannot know: a natural partition has as many as its column names."""
+    monkeypatch.setattr("fedsieve.runner.federated.load_column", lambda *_: np.arange(600) % 6)
+    natural = "federation: {partition: {kind: natural, column: user}, cohort: COHORT}\nstages: [{name: a, rounds: 1}]"
+    assert len(populate(parse_config(natural.replace("COHORT", "6")), LABELS, np.arange(600)).cohort("a", 0)) == 6
+    with pytest.raises(FedsieveError, match="federation.cohort: 7 clients are asked for, but there are 6"):
+        populate(parse_config(natural.replace("COHORT", "7")), LABELS, np.arange(600))
 
 
 def test_a_million_clients_take_memory_like_the_data():

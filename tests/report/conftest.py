@@ -174,7 +174,14 @@ def make_federated(tmp_path: Path) -> Callable[..., Path]:
         stages = {
             "head": ended | {"trained": 40, "rounds": 1, "epochs": 1},
             "backbone": ended
-            | {"trained": SPACE.size, "rounds": rounds, "epochs": rounds, "drift": 0.25, "sparsity": 0.9}
+            | {
+                "trained": SPACE.size,
+                "rounds": rounds,
+                "epochs": rounds,
+                "best_at": rounds,
+                "drift": 0.25,
+                "sparsity": 0.9,
+            }
             | ({"mask_id": masks[max(masks)].id} if masks else {}),
         }
         spread = {"clients": 6, "mean": 0.5, "std": 0.1, "worst_decile": 0.3125, "worst": 0.25}

@@ -40,7 +40,7 @@ def test_the_page_of_a_federated_run_has_every_section_and_speaks_of_rounds(make
     ]  # fmt: skip
     shown = text[text.index("<main>") : text.index("<h2>Record")]
     assert "epoch" not in re.sub(r"<[^>]*>", "", shown)
-    assert "chosen round" in section(text, "Stages") and "1 of 4" in section(text, "Stages")
+    assert "chosen round" in section(text, "Stages") and "4 of 4" in section(text, "Stages")
     written = {path.stem for path in (folder / "figures").iterdir()}
     assert written >= {"clients", "client-accuracy", "client-sizes", "drift", "drift-blocks", "bytes", "bytes-total"}
 
@@ -119,6 +119,28 @@ def test_levels_are_round_from_the_first_and_shares_of_the_best():
     assert levels(np.array([0.0])) == []
 
 
+def test_the_numbers_below_a_curve_are_those_of_each_stage_as_everywhere_else():
+    stages = [("head", number) for number in range(1, 21)] + [("backbone", number) for number in range(1, 51)]
+    rows = [{"index": i, "stage": stage, "round": number} for i, (stage, number) in enumerate(stages, start=1)]
+    axes = Figure().add_subplot()
+    figures.number_below(axes, rows)
+    marks = {int(at): label.get_text() for at, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)}
+    assert marks == {10: "10", 20: "20", 30: "10", 40: "20", 50: "30", 60: "40", 70: "50"}
+    assert axes.get_xlabel() == "round"
+    figures.number_below(axes, [{"index": 1, "stage": "a", "epoch": 1}])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.2, 4.5), (3.1, 3.9), (1, 9), (60, 1700), (1, 1e6)])
+@pytest.mark.parametrize("way", ["x", "y"])
+def test_a_log_scale_has_two_numbers_at_least_however_narrow(low, high, way):
+    axes = Figure().add_subplot()
+    axes.plot([low, high], [low, high])
+    figures.log_scale(axes, way=way)
+    ends, marks = (axes.get_xlim(), axes.get_xticks()) if way == "x" else (axes.get_ylim(), axes.get_yticks())
+    assert 2 <= sum(ends[0] <= mark <= ends[1] for mark in marks) <= 8
+
+
 def test_an_accuracy_is_reached_in_the_first_evaluated_round_that_has_it_with_all_sent_before(make_federated):
     folder = make_federated(rounds=6)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -130,9 +152,13 @@ def test_an_accuracy_is_reached_in_the_first_evaluated_round_that_has_it_with_al
     view = view_of(folder)
     half = next(row for row in view.reached if row.accuracy == 0.5)
     head, backbone = view.traffic
-    assert (half.round, half.stage, half.seconds) == (3, "backbone", 0.5 + 2 + 2)
+    assert (half.round, half.stage, half.seconds) == (2, "backbone", 0.5 + 2 + 2)
     assert half.bytes == head.total + backbone.up[:2].sum() + backbone.down[:2].sum()
-    assert view.reached[-1].share == 1.0 and view.reached[-1].round == 7
+    assert view.reached[-1].share == 1.0 and view.reached[-1].round == 6
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["stages"]["backbone"]["best_at"] = rows[6]["round"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert read_run(folder).chosen("backbone") == view.reached[-1].round  # one count, from 1 in every stage
     count, mean, deviation = view.steady  # of the last stage only
     assert count == 3 and mean == pytest.approx(np.mean([0.52, 0.48, 0.55]))
     assert deviation == pytest.approx(np.std([0.52, 0.48, 0.55]))
@@ -212,6 +238,13 @@ def test_a_new_mask_is_no_damage_and_its_change_is_counted(make_federated):
     folder = make_federated(masks=masks, mask={"sparsity": 0.9, "refresh": 1})
     text = write_report(folder).read_text()
     assert "Damaged" not in text and masks[4].id[:12] in text
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["stages"]["backbone"] |= {"best_at": 3, "mask_id": masks[3].id}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    earlier = write_report(folder).read_text()
+    assert "Damaged" not in earlier and masks[3].id[:12] in earlier and "this is the chosen round's" in earlier
+    (folder / "masks" / "backbone.round-3.safetensors").unlink()
+    assert "is not the mask of the run" in write_report(folder).read_text()
     assert "The mask was calibrated again 2 times." in section(text, "New masks")
     (first, second) = mask_changes(masks)
     sets = {number: set(mask.indices().tolist()) for number, mask in masks.items()}

@@ -88,11 +88,13 @@ def test_a_central_plan_sends_nothing(tiny):
 
 def test_the_summary_of_a_federated_run_is_in_rounds_and_bytes(finished, capsys):
     summary, folder = finished
-    _show_summary(summary | {"refused": {"crash": 2, "late": 1}}, folder)
+    personal = {"global": {"clients": 3, "mean": 0.5}, "local": {"clients": 3, "mean": 0.75}}
+    _show_summary(summary | {"refused": {"crash": 2, "late": 1}, "personal": personal}, folder)
     told = " ".join(capsys.readouterr().out.split())
     assert "chosen round" in told and "epoch" not in told
     assert f"5 rounds, {size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down, " in told
     assert "% of dense fp32 FedAvg" in told and "refused: 2 crash, 1 late" in told
+    assert "personal models of 3 clients: global 50.00 %, local 75.00 %" in told
     assert f"worst decile {100 * summary['client_accuracy']['worst_decile']:.2f} %, last drift" in told
     assert (folder / "report.html").exists()
 
@@ -156,10 +158,8 @@ def test_what_stands_in_for_the_backbone_is_beside_the_backbone(tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["federation.minimum_replies=4"],
         ["federation.partition.nc=11"],
         ["federation.clients=3000"],
-        ["federation.held_out=0.99"],
         ["data.val_fraction=1e-5"],
         ["federation.partition={kind: natural, column: user}", "federation.clients=null"],
         ["clients_at_once=2"],

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.conftest import TINY
 
 from fedsieve.config import parse_config, to_yaml
 from fedsieve.study.definition import ClaimSpec, Row
+from fedsieve.study.page import _series
 from fedsieve.study.results import FAILED, TRIES, Outcome, Result, Trial, agreement, judge, next_settings, read_outcome
 
 TINY_EXPERIMENT = parse_config(TINY)
@@ -182,3 +184,8 @@ def test_a_row_can_be_held_against_a_number():
 def test_order_is_compared_pair_by_pair(rows):
     same = sum((a < c and b < d) or (a > c and b > d) for i, (a, b) in enumerate(rows) for c, d in rows[i + 1 :])
     assert agreement(rows) == (same, len(rows) * (len(rows) - 1) // 2)
+
+
+def test_a_legend_names_rows_that_lack_the_setting_too():
+    results = [SimpleNamespace(settings=settings) for settings in ({"mask.rule": "random"}, {})]
+    assert [_series("mask.rule", result) for result in results] == ["random", "no mask"]

@@ -205,7 +205,12 @@ def _stored_side(config: Data) -> int:
 
 def _find_cached(config: Data, split: Split) -> Path | None:
     root = Path(config.source).expanduser()
-    content = _content_of(_data_files(root), root, cache_folder(config))
+    files = _data_files(root)
+    if not _has_parquet(files):
+        _check_class_folders(
+            root, config, files
+        )  # also of what is cached: it is known by its files, not by its folders
+    content = _content_of(files, root, cache_folder(config))
     for side, whole in itertools.product((None, _stored_side(config)), (False, True)):
         path = _cache_path(config, split, content, side, whole)
         if path.is_dir():
@@ -357,8 +362,37 @@ def _load_dataset(config: Data) -> "datasets.DatasetDict":
 
 
 def _is_class_folders(config: Data) -> bool:
-    files = _data_files(Path(config.source).expanduser()) if kind_of(config.source) == "folder" else []
-    return bool(files) and not any(file.suffix.lower() == ".parquet" for file in files)
+    return kind_of(config.source) == "folder" and not _has_parquet(_data_files(Path(config.source).expanduser()))
+
+
+def _has_parquet(files: list[Path]) -> bool:
+    return any(file.suffix.lower() == ".parquet" for file in files)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+
+
+def _training_folder(root: Path, config: Data) -> Path:
+    """What holds the folders of the training classes: ROOT/SPLIT where it has folders, or ROOT."""
+    inner = root / config.train_split
+    return inner if inner.is_dir() and any(path.is_dir() for path in inner.iterdir()) else root
+
+
+def _check_class_folders(root: Path, config: Data, files: list[Path]) -> None:
+    """Refuse a training class without an image: left out, it would silently shift the numbers of the classes after it.
+
+    Kept, it would be a class that nobody can learn. Whoever means it names all classes in `class_names`.
+    """
+    folder = _training_folder(root, config)
+    filled = {file.relative_to(folder).parts[0] for file in files if file.is_relative_to(folder)}
+    empty = [path for path in _subfolders(folder) if path.name not in filled]
+    if empty and config.class_names is None:
+        more = f" (and {len(empty) - 1} more like it)" if len(empty) > 1 else ""
+        raise FedsieveError(
+            f"data.source: {empty[0]}{more} is a class folder without images. Put some in, delete it, or name the classes in "
+            "data.class_names"
+        )
 
 
 def _class_folders(root: Path, config: Data) -> "dict[str, datasets.Dataset]":
@@ -369,9 +403,9 @@ def _class_folders(root: Path, config: Data) -> "dict[str, datasets.Dataset]":
     import datasets
 
     splits = {config.train_split: root}
-    if (root / config.train_split).is_dir() and any(path.is_dir() for path in (root / config.train_split).iterdir()):
-        splits = {path.name: path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")}
-    names = sorted(path.name for path in splits[config.train_split].iterdir() if path.is_dir() and _images(path))
+    if _training_folder(root, config) != root:
+        splits = {path.name: path for path in _subfolders(root)}
+    names = [path.name for path in _subfolders(splits[config.train_split]) if _images(path)]
     if len(names) < (2 if config.class_names is None else 1):
         raise FedsieveError(
             f"data.source: {root} needs a folder of images for each of two classes at least, as ROOT/CLASS/* or "
@@ -379,7 +413,7 @@ def _class_folders(root: Path, config: Data) -> "dict[str, datasets.Dataset]":
         )
     tables = {}
     for split, folder in splits.items():
-        found = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and _images(path)]
+        found = [path.name for path in _subfolders(folder) if _images(path)]
         if unknown := set(found) - set(names):
             raise FedsieveError(
                 f"data.source: {folder} has classes that are not trained: {', '.join(sorted(unknown)[:3])}"
@@ -392,7 +426,9 @@ def _class_folders(root: Path, config: Data) -> "dict[str, datasets.Dataset]":
 
 
 def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+    return sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
+    )
 
 
 def _first_line(error: BaseException) -> str:

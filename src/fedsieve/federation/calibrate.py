@@ -86,7 +86,7 @@ def _summed_scores(
 ) -> Sensitivity:
     """Scores as sums over some clients, who hear before each calibration round what is left to score."""
     people = context.population
-    count = min(sieve.clients or people.cohort_size, people.trainers)
+    count = sieve.clients or people.cohort_size
     rng = generator(context.experiment.seed, "calibration cohort", *address)
     scoring = people.trainer(np.sort(rng.choice(people.trainers, count, replace=False))).tolist()
     asked = [

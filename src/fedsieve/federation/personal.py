@@ -36,8 +36,8 @@ AT_A_TIME = 64  # clients that have a mask of their own in memory
 
 def chosen_clients(population: Population, count: int | None) -> np.ndarray:
     """The clients that get a personal model, ascending: `count` of all, drawn by the seed, strangers among them."""
-    count = min(count or len(population), len(population))
-    return np.sort(generator(population.seed, "personal clients").choice(len(population), count, replace=False))
+    rng = generator(population.seed, "personal clients")
+    return np.sort(rng.choice(len(population), count or len(population), replace=False))
 
 
 def norm_names(model: nn.Module) -> list[str]:

@@ -8,7 +8,6 @@ import numpy as np
 
 from fedsieve.config import Device, Federation
 from fedsieve.data.partitions import ClassCounts, Shards, class_counts, make_partition
-from fedsieve.errors import FedsieveError
 from fedsieve.federation.attacks import hostile_clients
 from fedsieve.privacy.dp import poisson_cohort
 from fedsieve.randomness import generator
@@ -66,9 +65,7 @@ class Population:
     @property
     def cohort_size(self) -> int:
         """How many clients a round has; under differential privacy, on average."""
-        cohort = self.settings.cohort
-        size = cohort if isinstance(cohort, int) else max(1, round(cohort * self.trainers))
-        return min(size, self.trainers)
+        return self.settings.cohort_size(self.trainers)
 
     def trainer(self, number: np.ndarray) -> np.ndarray:
         """Clients that may train by their number among these, without a list of them all."""
@@ -144,9 +141,6 @@ def make_population(
 
 def dealt(settings: Federation, seed: int, shards: Shards, labels: np.ndarray) -> Population:
     """The clients that hold these shards of examples, some of them set apart as strangers."""
-    count = round(settings.held_out * len(shards))
-    if count == len(shards):
-        raise FedsieveError(f"federation.held_out: {settings.held_out:g} of {len(shards)} clients leaves none to train")
     rng = generator(seed, "strangers")
-    strangers = np.sort(rng.choice(len(shards), count, replace=False))
+    strangers = np.sort(rng.choice(len(shards), settings.strangers(len(shards)), replace=False))
     return Population(settings, seed, shards, class_counts(shards, labels), strangers)

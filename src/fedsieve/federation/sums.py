@@ -118,7 +118,7 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
         summed["federation.clients"] = trainers
     for sieve in sieves:
         if sieve.scored and sieve.scope == "shared":
-            summed["mask.clients"] = min(sieve.clients or cohort, trainers)
+            summed["mask.clients"] = sieve.clients or cohort
     for key, count in summed.items():
         if count < 3:
             raise FedsieveError(

@@ -158,9 +158,7 @@ def write_comparison(folders: list[Path] | Comparison, out: Path) -> Path:
     """Writes the page comparing the run folders to `out` (a .html file, or a folder for comparison.html)."""
     found = folders if isinstance(folders, Comparison) else compare(folders)
     groups = found.groups
-    units = sorted({run.unit for group in groups for run in group.runs})
-    below = " or ".join(units) or "epoch"
-    drawings, without = _curves(groups, below)
+    drawings, without = _curves(groups)
     told = [row for row in found.behind if row.interval]
     if told:
         drawings["differences"] = figures.differences(
@@ -177,7 +175,6 @@ def write_comparison(folders: list[Path] | Comparison, out: Path) -> Path:
         missing=found.missing,
         measure=MEASURES[found.measure],
         settings=settings_that_differ(groups),
-        below=below,
         behind=found.behind,
         told=told,
         pairs=pairs,
@@ -192,14 +189,16 @@ def write_comparison(folders: list[Path] | Comparison, out: Path) -> Path:
 # --- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _curves(groups: list[Group], below: str) -> tuple[dict[str, str], list[str]]:
+def _curves(groups: list[Group]) -> tuple[dict[str, str], list[str]]:
     """Validation of every run by epoch or round, by bytes and by seconds, and the groups that have none."""
     drawn: dict[str, str] = {}
+    units = sorted({run.unit for group in groups for run in group.runs})
+    by, count = " or ".join(units), " or ".join(f"{unit}s so far" for unit in units)  # numbers begin anew with a stage
     accuracy = _lines(groups, "accuracy", lambda run: figures.column(run.records, "index"))
     if accuracy:
-        drawn[f"validation accuracy by {below}"] = _overlay(groups, accuracy, "validation accuracy, %", below)
+        drawn[f"validation accuracy by {by}"] = _overlay(groups, accuracy, "validation accuracy, %", count)
     if loss := _lines(groups, "loss", lambda run: figures.column(run.records, "index")):
-        drawn[f"validation loss by {below}"] = _overlay(groups, loss, "validation loss", below)
+        drawn[f"validation loss by {by}"] = _overlay(groups, loss, "validation loss", count)
     sent = _lines(groups, "accuracy", lambda run: so_far(run.records, read_traffic(run)).astype(np.float64))
     if sent:
         drawn["validation accuracy by bytes"] = _overlay(

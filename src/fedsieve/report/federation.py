@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from fedsieve.config import Privacy
 from fedsieve.mask.calibration import RULES
@@ -29,6 +29,7 @@ from fedsieve.report.figures import (
     column,
     drawn,
     log_scale,
+    number_below,
     panel,
     short,
     tint,
@@ -60,7 +61,7 @@ class Reached(NamedTuple):
 
     accuracy: float
     share: float | None  # of the best accuracy, where the level is one
-    round: int
+    round: int | None  # of the stage, from 1
     stage: str
     seconds: float
     bytes: int | None
@@ -244,7 +245,7 @@ def _convergence(run: RunFolder, view: Federation) -> None:
         place = next(int(place) for place in evaluated if accuracy[place] >= level)
         row = run.records[place]
         amount = int(sent[place]) if view.traffic else None
-        view.reached.append(Reached(level, share, row["index"], str(row.get("stage")), seconds[place], amount))
+        view.reached.append(Reached(level, share, row.get("round"), str(row.get("stage")), seconds[place], amount))
     last = [place for place in evaluated if run.records[place].get("stage") == run.records[-1].get("stage")][-STEADY:]
     if len(last) > 1:
         view.steady = (len(last), float(accuracy[last].mean()), float(accuracy[last].std()))
@@ -274,26 +275,26 @@ def _drift(run: RunFolder, view: Federation) -> None:
     if len(blocks) > 1:
         values = np.array([column([row["drift_by_block"] for row in parted], block) for block in blocks])
         view.drift["strongest"] = float(np.nanmax(values))
-        view.draw("drift-blocks", drift_map(values, blocks, column(parted, "index")), "drift by round and block")
+        view.draw("drift-blocks", drift_map(values, blocks, parted), "drift by round and block")
 
 
 @drawn
-def drift_map(values: np.ndarray, blocks: Sequence[str], index: np.ndarray) -> Figure:
+def drift_map(values: np.ndarray, blocks: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Drift (blocks, rounds): the farther clients went, the stronger. Neighbouring rounds are joined where there are many."""
-    step = -(-len(index) // COLUMNS)
-    parts = [np.nan_to_num(values[:, start : start + step]).mean(1) for start in range(0, len(index), step)]
+    step = -(-len(rows) // COLUMNS)
+    parts = [np.nan_to_num(values[:, start : start + step]).mean(1) for start in range(0, len(rows), step)]
     cells = np.stack(parts, axis=1)
     figure = Figure(figsize=PANEL, layout="constrained")
     axes = figure.add_subplot()
-    extent = (index[0] - 0.5, index[-1] + 0.5, len(blocks) - 0.5, -0.5)
+    extent = (rows[0]["index"] - 0.5, rows[-1]["index"] + 0.5, len(blocks) - 0.5, -0.5)
     axes.imshow(tint(BLUE, cells / max(np.nanmax(values), 1e-30)), interpolation="none", aspect="auto", extent=extent)
     labels = block_labels(blocks)
     apart = -(-len(blocks) // 26)
     axes.set_yticks(range(0, len(blocks), apart), labels[::apart], color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    number_below(axes, rows)
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
-    axes.set(xlabel="round", ylabel="block")
+    axes.set_ylabel("block")
     return figure
 
 
@@ -504,9 +505,7 @@ def accuracy_by_size(accuracy: np.ndarray, sizes: np.ndarray, strange: np.ndarra
     if strange.any():
         figure.legend(loc="outside upper left", ncols=2)
     if sizes.max() > 20 * max(sizes.min(), 1):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        log_scale(axes, way="x")
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="images of the client", ylabel="test accuracy, %")
@@ -540,6 +539,7 @@ def _overlap(run: RunFolder, stage: str, own: StageMasks, view: Federation) -> N
     equal = len({mask.id for mask in masks.values()}) == 1
     found: dict[str, Any] = {"stage": stage, "masks": len(own.sizes), "shown": len(masks), "equal": equal}
     found |= {"rule": _rule(run, stage), "density": float(np.mean([mask.density for mask in masks.values()]))}
+    found["together"] = run.summary.stages[stage].active if run.summary and stage in run.summary.stages else None
     if not equal:
         compared = comparison(masks)
         found |= {name: compared[name] for name in ("jaccard", "range", "chance", "allocated", "pairs")}

@@ -6,13 +6,13 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 from scipy.stats import chi2
 
@@ -140,11 +140,17 @@ def by_index(
     return figure
 
 
-def log_scale(axes: Axes, text: Callable[[float], str] = lambda value: f"{value:g}") -> None:
-    """A vertical log scale; `text` writes its numbers."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: text(value))  # the usual ones write formulas
-    axes.yaxis.set_minor_formatter(NullFormatter())
+def log_scale(
+    axes: Axes, text: Callable[[float], str] = lambda value: f"{value:g}", way: Literal["x", "y"] = "y"
+) -> None:
+    """A log scale of what is drawn, vertical unless `way` is x; `text` writes its numbers."""
+    axes.set(**{f"{way}scale": "log"})
+    low, high = axes.get_xlim() if way == "x" else axes.get_ylim()
+    axis = axes.xaxis if way == "x" else axes.yaxis
+    if high < 30 * low:  # powers of ten would be one or none
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(nbins=4))
+    axis.set_major_formatter(lambda value, _: text(value))  # the usual ones write formulas
+    axis.set_minor_formatter(NullFormatter())
 
 
 @drawn
@@ -167,9 +173,7 @@ def overlay(
         colour, dash = pen(number)
         axes.plot(x, y, color=colour, linestyle=dash, lw=1.4, marker=_marker(x), ms=3)
     if amount:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: amount(value))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        log_scale(axes, amount, "x")
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(left=0.5)
@@ -205,8 +209,7 @@ def panel(rows: Sequence[Mapping[str, Any]], height: float = PANEL[1]) -> tuple[
     """Empty axes over the epochs or rounds, the stages marked off."""
     figure = Figure(figsize=(PANEL[0], height), layout="constrained")
     axes = figure.add_subplot()
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("round" if any("round" in row for row in rows) else "epoch")
+    number_below(axes, rows)
     axes.set_xlim(rows[0]["index"] - 0.5, rows[-1]["index"] + 0.5)
     stages = [(str(name), list(stage)) for name, stage in groupby(rows, lambda row: row.get("stage"))]
     for number, (name, stage) in enumerate(stages if len(stages) > 1 else []):
@@ -216,6 +219,15 @@ def panel(rows: Sequence[Mapping[str, Any]], height: float = PANEL[1]) -> tuple[
         if len(stage) > len(rows) * 0.025 * len(name):  # else it would run into the next
             axes.text(start, 1.02, f" {short(name)}", transform=axes.get_xaxis_transform(), color=MUTED, fontsize=8)
     return figure, axes
+
+
+def number_below(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Numbers below an axis over all stages: epochs or rounds of their own stage, from 1, as they are counted everywhere."""
+    unit = "round" if any("round" in row for row in rows) else "epoch"
+    ends = MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True).tick_values(0, max(len(rows), 1))
+    shown = [row for row in rows if isinstance(row.get(unit), int) and row[unit] % round(ends[1] - ends[0]) == 0]
+    axes.set_xticks([row["index"] for row in shown], [str(row[unit]) for row in shown])
+    axes.set_xlabel(unit)
 
 
 def by_stage(axes: Axes, rows: Sequence[Mapping[str, Any]], field: str, scale: float, **style: Any) -> None:

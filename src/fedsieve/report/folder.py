@@ -192,8 +192,11 @@ class StageMasks:
 
     def at(self, number: int) -> Mask | None:
         """The shared mask in use in a round."""
-        begun = [first for first in self.shared if first <= number]
-        return self.shared[max(begun)] if begun else None
+        return self.shared.get(self.begun(number))
+
+    def begun(self, number: int) -> int:
+        """The round in which the shared mask that is in use in another came into use; 0 where none is known."""
+        return max((first for first in self.shared if first <= number), default=0)
 
 
 def read_masks(run: RunFolder, damage: list[str]) -> dict[str, StageMasks]:

@@ -60,15 +60,15 @@ def write_report(folder: Path) -> Path:
 
 
 def _masks(run: RunFolder, found: dict[str, StageMasks], damage: list[str]) -> list[Allocation]:
-    """The shared mask of every sparse stage, the last one where it changed; one that is not the run's is told."""
+    """The shared mask of every sparse stage, the chosen round's where it changed; one that is not the run's is told."""
     settings = {stage.name: run.experiment.mask_of(stage) for stage in run.experiment.stages}
     masks = []
     for stage, own in found.items():
-        if not own.shared:
+        ended = run.summary.stages.get(stage, StageSummary()) if run.summary else StageSummary()
+        first = own.begun(ended.best_at or max(own.shared, default=0))
+        if not first:
             continue
-        last = max(own.shared)
-        mask, file = own.shared[last], f"{stage}.round-{last}" if last > 1 else stage
-        told = run.summary.stages.get(stage, StageSummary()).mask_id if run.summary else None
+        mask, file, told = own.shared[first], f"{stage}.round-{first}" if first > 1 else stage, ended.mask_id
         if told and not mask.id.startswith(told):
             damage.append(
                 f"masks/{file}.safetensors is not the mask of the run: its id is {mask.id}, the summary's {told}"

@@ -161,7 +161,7 @@ def _masks(
     travels = people.met(rounds / masks) * size if sieve.rule != "random" else 0.0
     if sieve.scope == "public" or RULES[sieve.rule].score not in ("fisher", "hybrid"):
         return 0.0, masks * travels
-    scoring = min(sieve.clients or people.cohort, people.trainers)
+    scoring = sieve.clients or people.cohort
     shares = densities(sieve.sparsity, sieve.calibration_rounds, sieve.schedule)[:-1]
     active = [taking, *(round(share * taking) for share in shares)]
     scores, protocol = np.sum([sum_bytes(scoring, count, 4, tensors) for count in active], axis=0).tolist()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsieve.config import Experiment, Stage
+from fedsieve.config import Experiment, Stage, too_many
 from fedsieve.data.partitions import Shards
 from fedsieve.data.sources import load_column
 from fedsieve.errors import FedsieveError
@@ -57,12 +57,9 @@ def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Po
         population = dealt(settings, experiment.seed, nothing, np.arange(0))
     else:
         population = make_population(settings, labels, experiment.seed, groups)
+    if why := too_many(experiment, len(population)):
+        raise FedsieveError(why)
     check_numbers(experiment, population.cohort_size, population.trainers)
-    if population.cohort_size < settings.minimum_replies:
-        raise FedsieveError(
-            f"federation.minimum_replies: {settings.minimum_replies} replies cannot come from a cohort of "
-            f"{population.cohort_size}"
-        )
     return population
 
 

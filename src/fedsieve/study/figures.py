@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from fedsieve.report.figures import BLUE, GRID, INK, MUTED, ORANGE, PANEL, SERIES, drawn, log_scale, pen, short
 
@@ -132,9 +132,7 @@ def scatter(
         for name, place, point in rows if not crowded else []:
             where = (place, point.mean or 0.0)
             axes.annotate(short(name, 26), where, (5, 4), textcoords="offset points", fontsize=7, color=MUTED)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: amount(value))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    log_scale(axes, amount, "x")
     _scale(axes, text, log=False)
     axes.set(xlabel=below, ylabel=beside)
     _legend(figure, axes)

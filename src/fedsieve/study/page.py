@@ -390,12 +390,17 @@ def _point(x: Any, item: FigureSpec, result: Result) -> Point:
     return Point(x, result.mean(item.y), result.spread(item.y), told.value if told else None)
 
 
+def _series(by: str, result: Result) -> str:
+    """What a legend calls a row: its setting, or that it has none, as where there is no mask."""
+    return str(result.settings.get(by, f"no {by.partition('.')[0]}"))
+
+
 def _lines(item: FigureSpec, results: Sequence[Result]) -> str | None:
     series: dict[str, list[Point]] = {}
     for result in results:
         x = result.settings.get(item.x or "")
         if x is not None:
-            name = str(result.settings.get(item.by, "")) if item.by else label(item.y)
+            name = _series(item.by, result) if item.by else label(item.y)
             series.setdefault(name, []).append(_point(x, item, result))
     if not any(point.mean is not None for points in series.values() for point in points):
         return None
@@ -416,7 +421,8 @@ def _curves(item: FigureSpec, results: Sequence[Result]) -> str | None:
     for result in results:
         if drawn := [curve for run in result.runs if (curve := _curve(run, item.y)) is not None]:
             series[result.row.label] = drawn
-    units = sorted({run.unit for result in results for run in result.runs})
+    so_far = "" if item.y == "drift" else "s so far"
+    units = sorted({run.unit + so_far for result in results for run in result.runs})
     return figures.curves(series, " or ".join(units), label(item.y), axis(item.y), item.log) if series else None
 
 
@@ -435,7 +441,7 @@ def _scatter(item: FigureSpec, results: Sequence[Result]) -> str | None:
         x = result.mean(item.x or "bytes")
         point = _point(None, item, result)
         if x and point.mean is not None:
-            name = str(result.settings.get(item.by, "")) if item.by else ""
+            name = _series(item.by, result) if item.by else ""
             series.setdefault(name, []).append((result.row.label, x, point))
     if not series:
         return None

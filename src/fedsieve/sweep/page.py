@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
-from fedsieve.report.figures import BLUE, CARD, INK, MUTED, ORANGE, PANEL, RED, bars, drawn, short
+from fedsieve.report.figures import BLUE, CARD, INK, MUTED, ORANGE, PANEL, RED, bars, drawn, log_scale, short
 from fedsieve.report.html import figure, render, save
 from fedsieve.report.intervals import wilson
 from fedsieve.report.masks import WIDE
@@ -141,9 +141,7 @@ def by_setting(axis: Axis, name: str, ended: Sequence[Trial]) -> Figure:
     else:
         axes.plot(x[y.argmax()], y.max(), "o", ms=7, mfc="none", mec=ORANGE, mew=1.6)
         if axis.log:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            log_scale(axes, way="x")
     axes.set(xlabel=name, ylabel="validation accuracy, %")
     return figure
 
