@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,10 +24,16 @@ def answer(envelope, place):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def sockets():
+    """A folder with a short name: pytest's own are too long for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def place(tmp_path, sockets, monkeypatch):
     """A site whose process is a fork of this one, which has torch already."""
-    (tmp_path / "t").mkdir(mode=0o700)
-    monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(tmp_path / "t"))
+    monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(sockets))
     monkeypatch.setattr(warm, "BEAT", 0.05)
     begun = []
 
@@ -61,7 +69,7 @@ def test_a_process_that_dies_is_told_and_replaced(place):
     assert warm.answer_warm(b"again ", place, 20.0).startswith(b"again 3")
 
 
-def test_it_ends_when_idle_and_with_what_it_watches(place, tmp_path):
+def test_it_ends_when_idle_and_with_what_it_watches(place, sockets):
     process = int(warm.answer_warm(b"", place, 20.0, idle=0.2).split()[1])
     end = time.monotonic() + 20
     while not warm._gone(process):
@@ -69,7 +77,7 @@ def test_it_ends_when_idle_and_with_what_it_watches(place, tmp_path):
         time.sleep(0.05)
     sleeper = fork.Process(target=time.sleep, args=(60,))
     sleeper.start()
-    watching = fork.Process(target=warm.main, args=(str(tmp_path / "t" / "socket"), sleeper.pid, 60.0, answer))
+    watching = fork.Process(target=warm.main, args=(str(sockets / "socket"), sleeper.pid, 60.0, answer))
     watching.start()
     sleeper.kill()
     watching.join(20)
@@ -77,9 +85,9 @@ def test_it_ends_when_idle_and_with_what_it_watches(place, tmp_path):
     sleeper.join()
 
 
-def test_a_folder_that_others_may_open_is_refused(place, tmp_path):
+def test_a_folder_that_others_may_open_is_refused(place, sockets):
     warm.address_of("x")
-    next((tmp_path / "t").iterdir()).chmod(0o755)
+    next(sockets.iterdir()).chmod(0o755)
     with pytest.raises(FedsieveError, match="others than you may open it"):
         warm.answer_warm(b"", place, 1.0)
 
