@@ -18,7 +18,7 @@ from fedsieve.config import Correction, Optimizer
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.work import Work, side_by_side
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import Stack
+from fedsieve.model.stack import Stack, computed_in
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
 from fedsieve.train.replay import COMPILING, Replay, Speed, compiled
@@ -155,15 +155,12 @@ class Stacked:
 
     def _build(self, clients: int) -> None:
         task, self.clients = self.task, clients
-        kind = task.theta.device.type
-        with task.autocast():
-            cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.stack = Stack(
             task.model,
             task.space,
             self.support,
             clients,
-            cast,
+            computed_in(task.autocast, task.theta.device),
             whole=task.optimizer.rescale is not None,
             compile=lambda network: compiled(network, task.speed),
         )

@@ -6,6 +6,7 @@ data's label). TaLoS (Iurada et al. 2025) backpropagates the sampled raw logit a
 calibration rounds; both are here.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedsieve.errors import FedsieveError
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import Stack
+from fedsieve.model.stack import Stack, computed_in
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Autocast = Callable[[], AbstractContextManager]
@@ -164,16 +165,14 @@ def _objective(target: str, drawn: bool, logits: Tensor, answers: Tensor) -> Ten
 
 def _add(sums: Mapping[str, Tensor], squares: Squares, groups: Tensor, answers: Tensor) -> Tensor:
     """Add the squared gradients of groups, in parts where memory does not suffice; gives whether all is finite."""
-    try:
+    with contextlib.suppress(torch.cuda.OutOfMemoryError) if len(groups) > 1 else nullcontext():
         found, value = squares(groups, answers)
-    except torch.cuda.OutOfMemoryError:
-        if len(groups) == 1:
-            raise
-        halves = zip(groups.chunk(2), answers.chunk(2), strict=True)
-        return torch.stack([_add(sums, squares, *half) for half in halves]).all()
-    for name, part in found.items():
-        sums[name].add_(part.view_as(sums[name]))
-    return value.isfinite().all()
+        for name, part in found.items():
+            sums[name].add_(part.view_as(sums[name]))
+        return value.isfinite().all()
+    # Here and not where it failed: the error would hold on to all that was computed.
+    halves = zip(groups.chunk(2), answers.chunk(2), strict=True)
+    return torch.stack([_add(sums, squares, *half) for half in halves]).all()
 
 
 def _stacks(model: nn.Module, space: ParamSpace, inputs: Tensor) -> bool:
@@ -193,9 +192,7 @@ _STACKS: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDict
 
 def _stacked(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
     """Groups as copies of one network, all at once."""
-    kind, stacks = next(model.parameters()).device.type, dict[int, Stack]()
-    with autocast():
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    stacks, cast = dict[int, Stack](), computed_in(autocast, next(model.parameters()).device)
 
     @torch.enable_grad()
     def squares(groups: Tensor, answers: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:

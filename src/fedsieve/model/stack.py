@@ -7,7 +7,7 @@ plain autograd, so fused attention, autocast, torch.compile and CUDA graphs work
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -192,6 +192,12 @@ class Stack:
         finally:
             for name, leaf in self.leaves.items():
                 leaf.copy_(before[name])
+
+
+def computed_in(autocast: Callable[[], AbstractContextManager], device: torch.device) -> torch.dtype | None:
+    """The type that products are computed in under `autocast`; None: that of their factors."""
+    with autocast():
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 class _Product(torch.autograd.Function):
