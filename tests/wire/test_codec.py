@@ -97,12 +97,35 @@ def test_a_batch_is_its_messages_and_loses_only_the_bad_ones(coding):
     for number, key in enumerate([1, 2, 2**64 - 1]):
         alone = encode(values[number], coding, mask, round=1, client=4 + number, n=7 + number, key=key)
         assert alone == batch[number]
-    damaged = [batch[0], batch[1][:-1] + bytes([batch[1][-1] ^ 1]), batch[2]]
+    damaged = [batch[0], bytes(batch[1][:-1]) + bytes([batch[1][-1] ^ 1]), batch[2]]
     first, second, third = decode_many(damaged, coding, mask, round=1, clients=[4, 5, 6])
     assert isinstance(second, MessageError) and second.reason == "checksum"
     for number, got in ((0, first), (2, third)):
         assert isinstance(got, Message) and got.n == 7 + number
         assert torch.equal(got.values, decode(batch[number], coding, mask).values)
+
+
+@given(sent())
+def test_a_message_says_the_same_wherever_its_bytes_lie(drawn):
+    """Values may be read in place from memory of `encode_many`'s, but never from the bytes of somebody else."""
+    message, expected, _, _ = drawn
+    own = np.frombuffer(message, dtype=np.uint8).copy().data
+    theirs = bytearray(message)
+    found = [decode(one, **expected) for one in (message, own, theirs)]
+    theirs[:] = bytes(len(theirs))
+    assert all(torch.equal(one.values, found[0].values) for one in found)
+    assert bytes(own) == message
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp64", "fp16", "int8"])
+def test_values_read_in_place_are_aligned(format):
+    for density in (0.2, 0.5, 0.9):  # sections of different lengths
+        mask = mask_of(density)
+        (message,) = encode_many(
+            torch.randn(1, mask.count), Coding(format), mask, round=0, clients=[0], ns=[1], keys=[1], enclose=True
+        )
+        values = decode(message, Coding(format), SPACE, enclosed=True).values
+        assert values.data_ptr() % values.element_size() == 0
 
 
 def test_keys_change_what_is_rounded_at_random_and_nothing_else():

@@ -13,7 +13,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account
 from fedsieve.privacy.secagg import Exchange
 from fedsieve.randomness import generator
-from fedsieve.wire.codec import Coding, Message, MessageError, decode, decode_many, encode, encode_many
+from fedsieve.wire.codec import Coding, Message, MessageError, decode, decode_many, encode_many
 from fedsieve.wire.ledger import Direction, Ledger
 
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
@@ -64,7 +64,17 @@ class Channel:
         within: Mask | None = None,
     ) -> Message:
         """Send the same to each of `clients`, and give it as they receive it."""
-        message = encode(values, coding, over, round=round, client=EVERYONE, key=key, enclose=enclose, within=within)
+        (message,) = encode_many(
+            None if values is None else values[None],
+            coding,
+            over,
+            round=round,
+            clients=[EVERYONE],
+            ns=[0],
+            keys=[key],
+            enclose=enclose,
+            within=within,
+        )
         for client in clients:
             self.note(round, client, "down", what, len(message))
         expected = over.space if enclose and isinstance(over, Mask) else over
@@ -112,7 +122,7 @@ class Channel:
         coding: Coding,
         ns: Sequence[int],
         enclose: bool,
-    ) -> list[bytes]:
+    ) -> list[memoryview]:
         """The messages of what clients send up. Values that are not finite travel too: it is the server who refuses."""
         keys = [self.key(round, what, client) for client in clients]
         return encode_many(
@@ -163,7 +173,7 @@ class Channel:
         if self.ledger is not None:
             self.ledger.add(self.stage, round + 1, client, way, what, size, status)
 
-    def damaged(self, message: bytes, *address: int | str) -> bytes:
+    def damaged(self, message: bytes | memoryview, *address: int | str) -> bytes:
         """A message with one bit turned over on its way."""
         place = int(generator(self.seed, "damage", self.stage, *address).integers(8 * len(message)))
         damaged = bytearray(message)

@@ -26,7 +26,7 @@ from fedsieve.federation.channel import EXACT, Part
 from fedsieve.federation.distributed import Distributed, cohort_executor
 from fedsieve.federation.executors import Cohort, Executor, Task, Trained
 from fedsieve.federation.secure import PAD, Losses, losses, secure_mean, zero_sum_mean
-from fedsieve.federation.server import after_new_mask, server_step
+from fedsieve.federation.server import after_new_mask, fresh, server_step
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import Update, pieces, private_mean, robust_mean, sum_over_clients, weighted_mean
 from fedsieve.federation.work import Work, local_work
@@ -342,11 +342,15 @@ class Federated:
         state = self.state
         schedule = self.settings.server.schedule
         lr = learning_rate(state.round, self.length, self.settings.server.lr, schedule)
-        step = server_step(self.settings.server, lr, mean.to(state.theta.dtype), state.server)
-        if self.support is None:
-            state.theta += step
-        else:
-            state.theta.index_add_(0, self.support, step)
+        if not state.server:
+            state.server = fresh(self.settings.server, mean, state.theta.dtype)
+        for part in pieces(len(mean), mean.device):
+            buffers = {name: buffer[part] for name, buffer in state.server.items()}
+            step = server_step(self.settings.server, lr, mean[part].to(state.theta.dtype), buffers)
+            if self.support is None:
+                state.theta[part] += step
+            else:
+                state.theta.index_add_(0, self.support[part], step)
 
     def _record(
         self, effort: "Effort", rate: float, cohort: int, replies: int, refused: Mapping[int, str]
@@ -498,6 +502,7 @@ class Federated:
             moved = Mask.zeros(self.space)
         self.moved = moved
         self.moved_index = None if moved is None else moved.indices().to(self.device)
+        self.origin = self._taken(self.base, self.moved_index)  # what differences are sent from
         self.state.places = self.moved_index if self.state.moved is not None else None
 
     def _tier(self, client: int) -> Mask | None:
@@ -560,7 +565,7 @@ class Federated:
         over = self.moved or self.space
         values = self._taken(state.theta, self.moved_index)
         if not self._absolute:
-            values = values - self._taken(self.base, self.moved_index)
+            values = values - self.origin
         sent, key = values.float(), channel.key(state.round, "down")
         try:
             message = channel.down("model", lacking, number, over, sent, self.down, key=key)
@@ -573,7 +578,7 @@ class Federated:
         """Lay the server's weights over the model, as a message brought them."""
         received = values.to(self.theta.dtype)
         if not self._absolute:
-            received = self._taken(self.base, self.moved_index) + received
+            received = self.origin + received
         self._lay(received, self.moved_index)
 
     def _send_control(self, clients: Sequence[int]) -> None:
@@ -784,7 +789,10 @@ def squares_by_span(moved: Tensor, spans: Sequence[Span]) -> Tensor:
 def _squares(moved: Tensor, first: int, last: int) -> Tensor:
     """The sum of squares of columns first to last of (clients, k), in float64."""
     return torch.stack(
-        [moved[:, part].double().square().sum(1) for part in pieces(last - first, moved.device, first)]
+        [
+            moved[:, part].to(torch.float64, copy=True).square_().sum(1)
+            for part in pieces(last - first, moved.device, first)
+        ]
     ).sum(0)
 
 

@@ -9,16 +9,20 @@ State = dict[str, Tensor]
 
 
 def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Tensor:
-    """How far the server moves, (k,), given the clients' mean update `delta`; `state` holds its buffers."""
+    """How far the server moves, (k,), given the clients' mean update `delta`; `state` holds its buffers.
+
+    No value depends on another, so that it can be called for some of them at a time, with these parts of the buffers.
+    """
     if settings.optimizer == "sgd":
         return lr * delta
+    if not state:
+        state |= fresh(settings, delta, delta.dtype)
     if settings.optimizer == "momentum":
-        momentum = state.setdefault("momentum", torch.zeros_like(delta))
+        momentum = state["momentum"]
         momentum.mul_(settings.momentum).add_(delta)
         return lr * momentum
-    first = state.setdefault("first", torch.zeros_like(delta))
+    first, second = state["first"], state["second"]
     first.mul_(settings.momentum).add_(delta, alpha=1 - settings.momentum)
-    second = state.setdefault("second", torch.full_like(delta, settings.tau**2))
     square = delta.square()
     if settings.optimizer == "adam":
         second.mul_(settings.beta2).add_(square, alpha=1 - settings.beta2)
@@ -27,6 +31,12 @@ def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Ten
     else:
         second.add_(square)
     return lr * first / (second.sqrt() + settings.tau)
+
+
+def fresh(settings: Server, like: Tensor, dtype: torch.dtype) -> State:
+    """The buffers before the first step, of the shape of `like`."""
+    names = {"sgd": (), "momentum": ("momentum",)}.get(settings.optimizer, ("first", "second"))
+    return {name: torch.full_like(like, settings.tau**2 if name == "second" else 0.0, dtype=dtype) for name in names}
 
 
 def after_new_mask(settings: Server, state: State, old: Tensor, new: Tensor) -> State:

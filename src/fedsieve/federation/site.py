@@ -71,7 +71,7 @@ class Outbox(Channel):
 
     def __init__(self, seed: int, stage: str, device: torch.device | str, privacy: Privacy) -> None:
         super().__init__(None, seed, stage, device, privacy)
-        self.messages: dict[str, bytes] = {}
+        self.messages: dict[str, bytes | memoryview] = {}
         self.notes: list[dict[str, Any]] = []
 
     def encoded(
@@ -84,7 +84,7 @@ class Outbox(Channel):
         coding: Coding,
         ns: Sequence[int],
         enclose: bool,
-    ) -> list[bytes]:
+    ) -> list[memoryview]:
         messages = super().encoded(what, clients, round, over, values, coding, ns, enclose)
         (self.messages[what],) = messages
         mask = {"mask": over.id if isinstance(over, Mask) else None, "encloses_mask": enclose}

@@ -46,7 +46,7 @@ def weighted_mean(
     Where clients hold different values, each is divided by the weight of those who hold it, or of all; values that nobody
     holds stay where they are.
     """
-    total = torch.zeros(k, dtype=torch.float64, device=device)
+    total = _zeros(k, torch.device(device))
     weight, count = 0.0, 0
     holders: Tensor | None = None  # weight by value
     for update in updates:
@@ -64,7 +64,12 @@ def weighted_mean(
         weight, count = weight + update.weight, count + 1
     if divide_by == "holders" and holders is not None:
         return torch.where(holders > 0, total / holders.clamp(min=1e-300), 0.0), count
-    return total / (weight or 1.0), count
+    return total.div_(weight or 1.0), count
+
+
+def _zeros(k: int, device: torch.device) -> Tensor:
+    """Float64; on a CPU of numpy, which asks for large pages: small ones take longer to get than to add up in."""
+    return torch.from_numpy(np.zeros(k)) if device.type == "cpu" else torch.zeros(k, dtype=torch.float64, device=device)
 
 
 def pieces(count: int, device: torch.device, start: int = 0) -> Iterator[slice]:

@@ -21,7 +21,7 @@ MAGIC, VERSION = b"fse", 1
 LENGTHS = "lengths"  # the key of the head that says how long each message is
 
 
-def wrap(head: Mapping[str, Any], messages: Sequence[bytes] = ()) -> bytes:
+def wrap(head: Mapping[str, Any], messages: Sequence[bytes | memoryview] = ()) -> bytes:
     """One envelope."""
     lengths = [len(message) for message in messages]
     text = json.dumps({**head, LENGTHS: lengths}, allow_nan=False, separators=(",", ":")).encode()
