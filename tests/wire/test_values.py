@@ -204,7 +204,9 @@ def test_the_largest_are_those_of_a_stable_sort(vector, count):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_no_number_is_as_large_as_infinity(kind):
-    values = torch.tensor([[1.0, math.nan, -math.inf, 2.0, math.inf, -0.0], [0.0, -0.0, 0.0, 0.0, 0.0, 0.0]], dtype=kind)
+    values = torch.tensor(
+        [[1.0, math.nan, -math.inf, 2.0, math.inf, -0.0], [0.0, -0.0, 0.0, 0.0, 0.0, 0.0]], dtype=kind
+    )
     before = values.clone()
     for count, expected in ((2, [1, 2]), (4, [1, 2, 3, 4])):
         chosen = largest(values, count)
