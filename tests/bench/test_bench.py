@@ -18,6 +18,7 @@ from fedsieve.bench.result import alternate, shown
 from fedsieve.bench.rounds import SMALL, Case, PlainClient, flower_client, pfl_case
 from fedsieve.bench.wire import make_ways
 from fedsieve.config import Model
+from fedsieve.errors import FedsieveError
 from fedsieve.model.space import ParamSpace
 
 CPU = torch.device("cpu")
@@ -51,11 +52,15 @@ def test_the_list_names_every_benchmark(capsys):
         ("round", "--cohorts", "0"),
         ("round", "--ways", "plian"),
         ("round", "--ways", "stacked"),  # nothing to compare with
+        ("round", "--seconds", "-1"),
         ("memory", "--network", "huge"),
+        ("memory", "--network", "small,tiny"),  # which of them?
         ("memory", "--sparsities", "-1"),
         ("start", "data.sise=3"),
         ("frontier", "--methods", "sparse"),
         ("wire", "--device", "tpu"),
+        ("wire", "--device", "meta"),
+        ("wire", "--out", "/proc/result.json"),
         ("wire", "--out", "."),
     ],
 )
@@ -80,8 +85,9 @@ def test_no_further_turn_begins_when_time_is_up_but_everyone_had_one():
 
 
 def test_numbers_are_written_with_three_digits_and_thousands_apart():
-    cells = (None, "as it is", 1234567, 1234.5, 12.34, 1.234, 0.01234)
-    assert [shown(cell) for cell in cells] == ["-", "as it is", "1,234,567", "1,234", "12.3", "1.23", "0.012"]
+    cells = (None, "as it is", 1234567, 1234.5, 12.34, 1.234, 0.01234, 1.23e-7, 0.0)
+    texts = ["-", "as it is", "1,234,567", "1,234", "12.3", "1.23", "0.012", "1.2e-07", "0.000"]
+    assert [shown(cell) for cell in cells] == texts
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
@@ -204,6 +210,8 @@ def test_a_frontier_counts_all_that_was_sent_and_is_taken_up_where_it_was(tmp_pa
     assert "<svg" in (folder / "frontier.svg").read_text()
     assert len((folder / "frontier.csv").read_text().splitlines()) == 1 + 5 * 3  # the head, and every second round
     changed = {place: (place / "summary.json").stat().st_mtime_ns for place in runs}
+    with pytest.raises(FedsieveError, match="other settings"):  # its runs are not what is asked for
+        frontier(CPU, True, folder, ["stages.tune.rounds=6"])
     again = frontier(CPU, True, folder)
     assert [row[:7] for row in again.rows] == [tuple(row[:7]) for row in written["rows"]]
     assert changed == {place: (place / "summary.json").stat().st_mtime_ns for place in runs}

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import rankdata
 
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.calibration import KINDS, RULES, calibrate, densities, hybrid, maskable, random_scores
@@ -236,6 +237,15 @@ def test_hybrid_ranks_equal_the_slow_reference(values, data):
     ]
     assert result.dtype == torch.float64
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("step", [0, 1e-3, 0.5])
+def test_hybrid_ranks_of_many_scores_equal_scipys_to_the_bit(step):
+    """Long vectors are sorted in another way than short ones."""
+    drawn = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0))
+    fisher, weights = (drawn / step).round() * step if step else drawn
+    expected = sum(0.5 * ((rankdata(part) - 1) / (len(part) - 1)) for part in (fisher.numpy(), weights.numpy()))
+    assert np.array_equal(hybrid(fisher, weights).numpy(), expected)
 
 
 def test_hybrid_by_the_largest_and_its_errors():

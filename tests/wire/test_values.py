@@ -202,6 +202,19 @@ def test_the_largest_are_those_of_a_stable_sort(vector, count):
     assert [row.nonzero().flatten().tolist() for row in chosen] == [sorted(order)] * 2
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_no_number_is_as_large_as_infinity(kind):
+    values = torch.tensor(
+        [[1.0, math.nan, -math.inf, 2.0, math.inf, -0.0], [0.0, -0.0, 0.0, 0.0, 0.0, 0.0]], dtype=kind
+    )
+    before = values.clone()
+    for count, expected in ((2, [1, 2]), (4, [1, 2, 3, 4])):
+        chosen = largest(values, count)
+        assert chosen[0].nonzero().flatten().tolist() == expected
+        assert chosen[1].nonzero().flatten().tolist() == list(range(count))
+    torch.testing.assert_close(values, before, equal_nan=True)
+
+
 def test_requests_that_make_no_sense_are_refused():
     for options, message in (
         ({"format": "int7"}, "no format of values"),

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -70,7 +71,8 @@ def round_(
     epochs: Annotated[int | None, typer.Option(min=1, help="Local epochs.", show_default=False)] = None,
     repeats: Repeats = None,
     seconds: Annotated[
-        float | None, typer.Option(help="No further turn of a group of ways begins after these.", show_default=False)
+        float | None,
+        typer.Option(min=0, help="No further turn of a group of ways begins after these.", show_default=False),
     ] = None,
 ) -> None:
     """Images a second of whole federated rounds, against the plain loop, pfl and Flower."""
@@ -112,9 +114,9 @@ def memory(
         from fedsieve.bench.memory import memory
         from fedsieve.bench.rounds import NETWORKS
 
-        name = _words("--network", network, tuple(NETWORKS))
+        _words("--network", network, tuple(NETWORKS), single=True)
         given = {
-            "network": name and name[0],
+            "network": network,
             "pixels": pixels,
             "cohorts": _numbers("--cohorts", cohorts),
             "sparsities": _numbers("--sparsities", sparsities, float),
@@ -261,8 +263,8 @@ def _show(name: str, device: str, smoke: bool, out: Path | None, measure: Callab
     from fedsieve.runner.environment import choose_device, describe_environment
 
     where = choose_device(device)
-    if out is not None and out.is_dir():
-        raise FedsieveError(f"--out: {out} is a folder; name a file, such as {out / name}.json")
+    if out is not None:
+        _check_out(out, name)
     result, environment = measure(where), describe_environment(where)
     result.limit = result.limit or measure_limits(where, smoke).sentence()
     for package in ("pfl", "flwr", "ray"):
@@ -290,15 +292,29 @@ def _show(name: str, device: str, smoke: bool, out: Path | None, measure: Callab
         write_json(out, {"benchmark": name, **vars(result), "environment": environment})
 
 
+def _check_out(out: Path, name: str) -> None:
+    """Refuse, before anything is measured, a file that could not be written after it."""
+    if out.is_dir():
+        raise FedsieveError(f"--out: {out} is a folder; name a file, such as {out / name}.json")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise FedsieveError(
+            f"--out: {out} cannot be written: {error.strerror}. Name a file in another folder"
+        ) from None
+
+
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _words(flag: str, text: str | None, allowed: tuple[str, ...]) -> Any:
-    """The words of a list with commas; None where it was not given."""
+def _words(flag: str, text: str | None, allowed: tuple[str, ...], single: bool = False) -> Any:
+    """The words of a list with commas, or a `single` one; None where it was not given."""
     if text is None:
         return None
-    words = tuple(word.strip() for word in text.split(","))
+    words = (text,) if single else tuple(word.strip() for word in text.split(","))
     for word in words:
         if word not in allowed:
             raise FedsieveError(

@@ -5,6 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import datasets  # noqa: F401  # by load_images, which is timed
 import numpy as np
 import pyarrow
 import pyarrow.parquet

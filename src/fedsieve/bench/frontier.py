@@ -23,7 +23,7 @@ from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
 from fedsieve.report.figures import PANEL, SERIES, drawn
 from fedsieve.report.html import size
-from fedsieve.runner.experiment import resume, run
+from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display
 from fedsieve.runner.shared import Shared
 from fedsieve.wire.ledger import lines
@@ -104,14 +104,14 @@ def frontier(
     result = Result(
         (
             "method",
-            "an update",
+            "an update, MB",
             "rate",
             "seeds",
             "validation, %",
             "test, %",
-            "sent in all",
+            "sent in all, MB",
             "seconds",
-            "bytes to target",
+            "MB to target",
             "seconds to target",
             "times dense bytes",
         ),
@@ -143,7 +143,7 @@ def frontier(
         means = {
             "val": 100 * statistics.mean(one.val_accuracy for one in group),
             "test": 100 * statistics.mean(one.test_accuracy for one in group),
-            "sent": round(statistics.mean(one.points[-1][1] for one in group)),
+            "sent": statistics.mean(one.points[-1][1] for one in group),
             "seconds": statistics.mean(one.points[-1][2] for one in group),
             "bytes": statistics.mean(sent for sent, _ in costs[method]),
             "until": statistics.mean(seconds for _, seconds in costs[method]),
@@ -152,14 +152,14 @@ def frontier(
         result.rows.append(
             (
                 METHODS[method][0],
-                size(group[0].update),
+                1e-6 * group[0].update,
                 f"{group[0].rate:g}{edge}",
                 len(group),
                 means["val"],
                 means["test"],
-                size(means["sent"]),
+                1e-6 * means["sent"],
                 means["seconds"],
-                size(means["bytes"]),
+                1e-6 * means["bytes"],
                 means["until"],
                 means["bytes"] / dense if dense else None,
             )
@@ -204,6 +204,8 @@ def _run(
     display.say(f"{METHODS[method][0]}, rate {rate:g}, seed {seed}: {place}")
     try:
         there = (place / "config.yaml").exists()
+        if there and read_experiment(place) != experiment:
+            raise FedsieveError(f"{place} is a run with other settings. Use another --folder, or remove it")
         summary = (
             resume(place, page=False, shared=shared) if there else run(experiment, place, page=False, shared=shared)
         )

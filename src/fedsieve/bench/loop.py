@@ -1,13 +1,15 @@
-"""How much of the training loop is forward, backward and step: the rest is batching, transforms and bookkeeping."""
+"""How fast the training loop is, eager, recorded and compiled, and how much of it is forward, backward and step."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedsieve.bench.result import Result, alternate
+from fedsieve.bench.limits import measure_limits, training_flops
+from fedsieve.bench.result import Result, alternate, timed
 from fedsieve.config import Data, Experiment, Model, Optimizer, Stage, Transform
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
@@ -17,62 +19,113 @@ from fedsieve.randomness import generator
 from fedsieve.runner.environment import make_autocast
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import StageState, train_stage
+from fedsieve.train.replay import Replay, Speed, compiled
 
 SMALL = {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4}
-# name, timm options, pixels of the model, pixels of the images, batch
 TRANSFORMS: tuple[Transform, ...] = ("resize", "crop_flip")
-CASES: tuple[tuple[str, dict[str, int], int, int, int], ...] = (
-    ("demo network, 16 px", SMALL, 16, 8, 32),
-    ("ViT-Ti/16, 64 px", {}, 64, 32, 64),
-    ("ViT-Ti/16, 224 px", {}, 224, 32, 16),
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, and images of `stored` pixels that it sees with `pixels`, `batch` at a time."""
+
+    name: str
+    options: dict[str, int]
+    pixels: int
+    stored: int
+    batch: int
+
+    @property
+    def model(self) -> Model:
+        return Model(backbone="vit_tiny_patch16_224", weights="none", options=self.options)
+
+
+ON_CPU = (
+    Case("demo network, 16 px", SMALL, 16, 8, 32),
+    Case("ViT-Ti/16, 64 px", {}, 64, 32, 64),
+    Case("ViT-Ti/16, 224 px", {}, 224, 32, 16),
 )
+ON_GPU = (Case("ViT-Ti/16, 128 px", {}, 128, 32, 128), Case("ViT-Ti/16, 224 px", {}, 224, 32, 128))
 
 
 def loop(device: torch.device, smoke: bool) -> Result:
-    """Whole steps of `train_stage` against the same arithmetic on a batch that is already there."""
+    """Whole steps of `train_stage` against the same arithmetic on a batch that is already there; on a GPU at every speed."""
+    limits = measure_limits(device, smoke)
     result = Result(
-        ("network", "transform", "images/s", "whole step, ms", "arithmetic, ms", "share"),
-        note="share = arithmetic / whole step: the part of the loop that is forward, backward and step.",
+        (
+            "network",
+            "transform",
+            "compile",
+            "images/s",
+            "whole step, ms",
+            "arithmetic, ms",
+            "share",
+            "times eager",
+            "of a product's speed, %",
+            "first step, s",
+        ),
+        note="share = arithmetic / whole step: the part of the loop that is forward, backward and step. Everything of a network and "
+        "transform took turns. `first step` includes compiling and recording; what was compiled is kept, so that only a "
+        "network's first one is cold. CUDA graphs and torch.compile are measured on a GPU only.",
+        limit=limits.sentence(),
     )
-    cases = CASES[:1] if smoke else CASES
-    steps, repeats = (3, 1) if smoke else (8, 7)
-    for (name, options, size, pixels, batch), transform in itertools.product(cases, TRANSFORMS):
-        taken = alternate(_calls(device, options, size, pixels, batch, transform, steps), device, repeats)
-        whole, bare = taken["whole"] / steps, taken["bare"] / steps
-        result.rows.append((name, transform, batch / whole, 1e3 * whole, 1e3 * bare, bare / whole))
+    speeds: Sequence[Speed] = ("eager", "graph", "full") if device.type == "cuda" else ("eager",)
+    cases: Sequence[Case] = ON_GPU if device.type == "cuda" else ON_CPU
+    steps, repeats = (8, 7) if device.type == "cpu" else (20, 7)
+    if smoke:
+        cases, speeds, steps, repeats = ON_CPU[:1], ("eager", "graph"), 3, 1
+    for case, transform in itertools.product(cases, TRANSFORMS):
+        calls: dict[str, Callable[[], None]] = {}
+        first = {}
+        for speed in speeds:
+            first[speed], ways = _ways(case, transform, device, speed, steps, repeats)
+            calls |= {f"{speed} {name}": call for name, call in ways.items()}
+        taken = {name: seconds / steps for name, seconds in alternate(calls, device, repeats).items()}
+        flops = training_flops(case.model, case.pixels, "all")
+        for speed in speeds:
+            whole, bare = taken[f"{speed} whole"], taken[f"{speed} bare"]
+            rate, faster = case.batch / whole, taken["eager whole"] / whole
+            times = rate, 1e3 * whole, 1e3 * bare, bare / whole, faster, 100 * rate * flops / limits.product
+            result.rows.append((case.name, transform, speed, *times, first[speed]))
     return result
 
 
-def _calls(
-    device: torch.device, options: dict[str, int], size: int, pixels: int, batch: int, transform: Transform, steps: int
-) -> dict[str, Callable[[], None]]:
-    """The two ways to do `steps` steps."""
-    config = Data(source="digits", size=size, transform=transform)
-    model = build_classifier(
-        Model(backbone="vit_tiny_patch16_224", weights="none", options=options), classes=100, size=size, seed=0
-    ).to(device)
+def _ways(
+    case: Case, transform: Transform, device: torch.device, speed: Speed, steps: int, repeats: int
+) -> tuple[float, dict[str, Callable[[], None]]]:
+    """Seconds of the first step, and the two ways to do `steps` steps, for `repeats` turns and one before them."""
+    config = Data(source="digits", size=case.pixels, transform=transform)
+    model = build_classifier(case.model, classes=100, size=case.pixels, seed=0).to(device)
     rng = generator(0, "bench")
-    count = batch * (steps + 1)  # the last step of an epoch validates; it is never reached
-    images = torch.from_numpy(rng.integers(0, 256, (count, 3, pixels, pixels), dtype=np.uint8))
+    count = case.batch * (2 + steps * (1 + repeats))  # the last step of an epoch validates; it is never reached
+    images = torch.from_numpy(rng.integers(0, 256, (count, 3, case.stored, case.stored), dtype=np.uint8))
     labels = torch.from_numpy(rng.integers(0, 100, count)).to(device)
     feed = Feed(ImageStore(images, device), make_transform(config, *HALF), np.arange(count), labels)
-    stage = Stage(name="bench", epochs=1, batch_size=batch, optimizer=Optimizer(lr=1e-3))
+    stage = Stage(name="bench", epochs=1, batch_size=case.batch, optimizer=Optimizer(lr=1e-3))
     autocast = make_autocast(Experiment(stages=[stage]), device)
     theta = ParamSpace.of(model).bind(model)
-    inputs, targets = feed.batch(np.arange(batch))
+    state = StageState.start(theta.detach().clone())
+    ticks = train_stage(stage, model, theta, state, feed, dict, 0, autocast, speed=speed)
+    first = timed(lambda: next(ticks), device)
+    batch = feed.batch(np.arange(case.batch))
     optimizer = torch.optim.SGD([theta], lr=1e-3, momentum=0.9, fused=False)
+    network = compiled(model, speed)
+
+    def differentiate(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        theta.grad.zero_()  # type: ignore[union-attr]
+        with autocast():
+            logits = network(inputs)
+        F.cross_entropy(logits.float(), targets).backward()
+
+    gradient = Replay(differentiate, on=speed != "eager")
 
     def whole() -> None:
-        ticks = train_stage(stage, model, theta, StageState.start(theta.detach().clone()), feed, dict, 0, autocast)
-        for _ in itertools.islice(ticks, steps):
-            pass
+        for _ in range(steps):
+            next(ticks)
 
     def bare() -> None:
         for _ in range(steps):
-            theta.grad.zero_()  # type: ignore[union-attr]
-            with autocast():
-                logits = model(inputs)
-            F.cross_entropy(logits.float(), targets).backward()
+            gradient(*batch)
             optimizer.step()
 
-    return {"whole": whole, "bare": bare}
+    return first, {"whole": whole, "bare": bare}

@@ -42,7 +42,7 @@ def memory(
             else ", eager: growth of the process's peak. "
         )
         + "A larger cohort trains in groups of as many clients as fit: its updates, k values a client and group, are all that it adds.",
-        limit=f"the {'device' if gpu else 'machine'} has {total / 1e9:,.1f} GB",
+        limit=f"{total / 1e9:,.1f} GB, {'what the device has' if gpu else 'what the machine has free'}",
     )
 
     def tried(clients: int, sparsity: float = 0.9) -> tuple[bool, float | None]:

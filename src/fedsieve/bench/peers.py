@@ -35,6 +35,7 @@ def missing(peer: str) -> str | None:
     """Why a peer cannot take part, and what to do about it; None where it can."""
     # Read when they are imported: Flower reports home, and Ray would start workers without this process's packages.
     os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # the future that it warns of
     modules, package = PEERS[peer]
     try:
         for module in modules:
@@ -141,8 +142,11 @@ def flower_rounds(client: Client, weights: Arrays, clients: int, gpus: float = 0
 
     def simulate() -> None:
         resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            run_simulation(server_app, client_app, clients, backend_config={"client_resources": resources})
+            run_simulation(
+                server_app, client_app, clients, backend_config={"client_resources": resources, "init_args": quiet}
+            )
         except BaseException as error:  # it also exits
             told.put(f"{type(error).__name__}: {error}")
 

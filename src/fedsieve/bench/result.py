@@ -29,6 +29,8 @@ def shown(cell: Cell) -> str:
         return cell
     if isinstance(cell, int) or abs(cell) >= 100:
         return f"{cell:,.0f}"
+    if 0 < abs(cell) < 0.001:
+        return f"{cell:.1e}"
     return f"{cell:.3f}" if abs(cell) < 1 else f"{cell:.2f}" if abs(cell) < 10 else f"{cell:.1f}"
 
 

@@ -75,9 +75,8 @@ def _cipher() -> str:
 
 
 def _row(clients: int, count: int, lost: int, how: str, bits: int, found: Round) -> tuple[Any, ...]:
-    ratio = f"{found.bytes_up / (count * bits // 8):.3f}"
-    sizes = (f"{found.seconds:.2f}", f"{found.bytes_up / 1e6:.2f}", ratio, f"{found.error:.1e}")
-    return f"{clients}", f"{count:,}", f"{lost}", how, *sizes
+    ratio = found.bytes_up / (count * bits // 8)
+    return clients, count, lost, how, found.seconds, found.bytes_up / 1e6, ratio, found.error
 
 
 def _ours(

@@ -184,17 +184,20 @@ def hybrid(
 
 def _ranks(values: np.ndarray) -> np.ndarray:
     """Mean ranks scaled to [0, 1]."""
-    # Zero has two signs and one rank; the place rides along in the low bits, since sorting whole numbers is faster
-    # than argsort.
-    keys = (ordered(values + 0.0).astype(np.uint64) << np.uint64(32)) | np.arange(len(values), dtype=np.uint64)
-    keys.sort()
-    places, scores = keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
-    # A run of equal scores starts where one differs from that before, and ends where the next run starts.
-    starts = np.flatnonzero(np.diff(scores, prepend=~scores[:1]))
-    lengths = np.diff(starts, append=len(values))
-    ranks = np.empty(len(values))
-    ranks[places] = np.repeat(starts + (lengths - 1) / 2, lengths)
-    return ranks / max(len(values) - 1, 1)
+    # Zero has two signs and one rank. torch sorts whole numbers, places and all, five times as fast as floats.
+    keys = ordered(values + 0.0) ^ np.uint32(1 << 31)
+    scores, places = (part.numpy() for part in torch.from_numpy(keys.view(np.int32)).sort())
+    ranks = np.arange(len(values), dtype=np.float64)
+    again = np.zeros(len(values) + 1, dtype=np.bool_)  # whether a score is that before it; the last is before nothing
+    np.equal(scores[1:], scores[:-1], out=again[1:-1])
+    tied = np.flatnonzero(again[:-1] | again[1:])
+    starts = np.flatnonzero(~again[tied])
+    lengths = np.diff(starts, append=len(tied))
+    ranks[tied] = np.repeat(tied[starts] + (lengths - 1) / 2, lengths)
+    ranks /= max(len(values) - 1, 1)
+    unsorted = np.empty_like(ranks)
+    unsorted[places] = ranks
+    return unsorted
 
 
 def _over_max(values: np.ndarray) -> np.ndarray:

@@ -302,7 +302,7 @@ def _best(scores: Tensor, places: Tensor, k: int) -> Tensor:
     if k <= 0 or k >= len(places):
         return places if k > 0 else places[:0]
     values = scores.index_select(0, places)
-    threshold = values.min() if k == 1 else _kth(values, k)
+    threshold = values.min() if k == 1 else kth(values, k)
     below = _places(values < threshold)
     equal = _places(values == threshold)[: k - len(below)]
     return places.index_select(0, torch.cat([below, equal]))
@@ -315,7 +315,7 @@ def _places(chosen: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(chosen.numpy()))  # several times faster than torch's own
 
 
-def _kth(scores: Tensor, k: int) -> Tensor:
+def kth(scores: Tensor, k: int) -> Tensor:
     """The k-th lowest value (from 1); on a CPU found 16 bits at a time.
 
     Linear for any input: quickselects are slow on the many equal scores of real models (np.partition: 10 times).

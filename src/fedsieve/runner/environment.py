@@ -28,6 +28,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):  # others that torch knows were never tried
+            raise RuntimeError
     except RuntimeError:
         raise FedsieveError(f"device: {name} is not allowed. Allowed: auto, cpu, cuda, cuda:N") from None
     if device.type == "cuda":

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.errors import FedsieveError
+from fedsieve.mask.selection import kth
 
 Format = Literal["none", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "sign", "coo"]
 
@@ -121,10 +122,17 @@ def dequantise(payload: Tensor, k: int, coding: Coding) -> Tensor:
 
 def largest(values: Tensor, count: int) -> Tensor:
     """Where the `count` values of largest size of each row (clients, k) are, of equal ones the first: bool."""
-    size = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    threshold = size.topk(count, sorted=False).values.amin(1, keepdim=True)
-    above, equal = size > threshold, size == threshold
-    return above | (equal & (equal.cumsum(1, dtype=torch.int32) <= count - above.sum(1, keepdim=True)))
+    size = (values if values.dtype == torch.float64 else values.float()).abs()
+    size.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    if size.is_cuda:
+        thresholds = size.topk(count, sorted=False).values.amin(1)
+    else:  # four times as fast there
+        thresholds = torch.stack([kth(row, size.shape[1] - count + 1) for row in size])
+    chosen = size >= thresholds[:, None]
+    for row, sizes, threshold in zip(chosen, size, thresholds, strict=True):
+        if excess := int(row.count_nonzero()) - count:
+            row[(sizes == threshold).nonzero().flatten()[-excess:]] = False
+    return chosen
 
 
 def finite(values: Tensor) -> Tensor:
