@@ -267,8 +267,12 @@ class Grid:
         """What every run costs that is planned; how far rates must be widened is not known before."""
         planned = []
         for row in self.rows:
-            tried = [len(values) for values in self.study.tune(row, self.study.experiment(row, 0)).values()]
-            runs = min(self.seeds, row.seeds or self.seeds) + (math.prod(tried) if tried else 0)
+            tune = self.study.tune(row, self.study.experiment(row, 0))
+            runs = min(self.seeds, row.seeds or self.seeds)
+            if tune:
+                first = {key: values[0] for key, values in tune.items()}
+                is_run = trial_place(self.study, row, first, self.out)[0].name == "seed-0"  # a trial that is a run, too
+                runs += math.prod(map(len, tune.values())) - is_run
             planned += [costs[row.name]] * runs
         return planned
 

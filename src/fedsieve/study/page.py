@@ -42,6 +42,7 @@ LABELS = {
     "bytes": "sent in all",
     "of_dense": "of dense fp32",
     "numbers_up": "numbers sent up",
+    "epsilon": "epsilon spent",
     "drift": "drift, last round",
     "mean_drift": "drift, mean of rounds",
     "steadiness": "steadiness",

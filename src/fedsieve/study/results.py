@@ -391,6 +391,7 @@ MADE: dict[str, Callable[[RunFolder], float | None]] = {
     "jaccard_deep": lambda run: _third(run, last=True),
     "jaccard_deepens": lambda run: _difference(_third(run, last=True), _third(run, last=False)),
     "numbers_up": _numbers_up,
+    "epsilon": lambda run: run.summary.privacy.get("epsilon") if run.summary else None,
     "gain": lambda run: _difference(measure(run, "test_accuracy"), measure(run, "head.test_accuracy")),
     "personal_gain": lambda run: _difference(measure(run, "personal.local.mean"), measure(run, "personal.global.mean")),
 }
