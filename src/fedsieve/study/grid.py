@@ -438,7 +438,7 @@ class GridDisplay(Display):
         self.spent += cost
         self.skip(cost)
         left = self.ahead * (time.perf_counter() - self.began) / self.spent
-        about = f"about {duration(left)} left" if self.ahead > 0 else "all done"
+        about = f"about {duration(left)} left" if self.over < self.runs else "all done"
         if self._bars is not None:
             self._bars.update(self.whole, note=about)
         self.say(f"{self.over:>3} of {self.runs}  {text}" + ("" if self._bars else f"; {about}"))
