@@ -214,6 +214,13 @@ def test_level_means_within_the_margin_for_sure(values, word):
     assert judge(ClaimSpec(says="", level=["a", "b"], within=0.01), results).word == word
 
 
+def test_no_worse_does_not_mind_better():
+    claim = ClaimSpec(says="", no_worse=["a", "b"], within=0.01)
+    for gap, word in ((0.2, "holds"), (-0.005, "holds"), (-0.2, "does not hold")):
+        results = {"a": Given({0: 0.5 + gap, 1: 0.501 + gap, 2: 0.5 + gap}), "b": Given(dict.fromkeys(range(3), 0.5))}
+        assert judge(claim, results).word == word
+
+
 def test_a_row_can_be_held_against_a_number():
     results = {"a": Given({0: 0.75, 1: 0.76, 2: 0.77})}
     assert judge(ClaimSpec(says="", exceeds="a", than=0.7), results).word == "holds"

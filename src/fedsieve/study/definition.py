@@ -59,6 +59,7 @@ class ClaimSpec(Strict):
     says: str
     above: Pair | None = Field(None, description="the first row's measure is above the second's")
     level: Pair | None = Field(None, description="the two differ by no more than `within`")
+    no_worse: Pair | None = Field(None, description="the first is below the second by no more than `within`")
     within: float = 0.01
     exceeds: str | None = Field(None, description="the row's measure is above `than`")
     than: float = 0.0
@@ -66,7 +67,7 @@ class ClaimSpec(Strict):
 
     @property
     def rows(self) -> list[str]:
-        return self.above or self.level or [self.exceeds or ""]
+        return self.above or self.level or self.no_worse or [self.exceeds or ""]
 
 
 class SectionSpec(Strict):

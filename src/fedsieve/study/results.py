@@ -428,6 +428,8 @@ def judge(claim: ClaimSpec, results: Mapping[str, Result]) -> Verdict:
     low, high = mean - half, mean + half
     if claim.level:
         holds, fails = -claim.within <= low and high <= claim.within, low > claim.within or high < -claim.within
+    elif claim.no_worse:
+        holds, fails = low >= -claim.within, high < -claim.within
     else:
         holds, fails = low > 0, high <= 0  # equal with every seed is not above
     word: Any = "holds" if holds else "does not hold" if fails else "cannot be told"
