@@ -447,6 +447,8 @@ def report(
     else:
         found = compare(runs)
         _show_comparison(found)
+        if not found.groups:
+            raise FedsieveError("report: none of these is a run with a result")
         page = write_comparison(found, out or Path("comparison.html"))
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 

@@ -156,6 +156,7 @@ def test_a_folder_of_runs_stands_for_them(make_run, tmp_path):
         shutil.move(make_run(f"r{number}", lr=0.1 + number, experiment=f"e{number}"), runs / f"{number}")
     assert [group.label for group in compare([tmp_path / "sweep"]).groups] == ["e0", "e1"]
     assert [group.label for group in compare([runs]).groups] == ["e0", "e1"]
+    assert [group.label for group in compare([tmp_path]).groups] == ["e0", "e1"]
 
 
 def test_devices_are_no_difference(make_run):

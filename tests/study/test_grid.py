@@ -200,6 +200,13 @@ def test_a_damaged_row_is_shown_as_missing_and_run_again(small, tmp_path):
     run_all(study, out, seeds=1, patterns=["a/plain"])
     again = json.loads((folder / "summary.json").read_text())
     assert again["test_loss"] == before["test_loss"]
+    (folder / "metrics.jsonl").write_text("")
+    assert "metrics.jsonl is damaged" in write_study(study, out, 1).read_text()
+    assert "Not in the numbers" not in run_all(study, out, seeds=1, patterns=["a/plain"]).read_text()
+    (folder / "config.yaml").write_text("")
+    with pytest.raises(FedsieveError, match=r"Delete .*seed-0 to run it anew"):
+        run_all(study, out, seeds=1, patterns=["a/plain"])
+    assert (folder / "summary.json").exists()
 
 
 def test_costs_are_the_images_that_a_row_trains_on(tiny):

@@ -65,7 +65,22 @@ def test_only_a_finished_run_of_the_same_config_counts(tmp_path):
     (finished(tmp_path / "diverged") / FAILED).write_text('{"reason": "stage diverged"}')
     assert read_outcome(tmp_path / "diverged", TINY_EXPERIMENT).state == "diverged"
     (finished(tmp_path / "failed") / FAILED).write_text("")
-    assert read_outcome(tmp_path / "failed", TINY_EXPERIMENT).state == "damaged"
+    failed = read_outcome(tmp_path / "failed", TINY_EXPERIMENT)
+    assert (failed.state, failed.reason) == ("damaged", "failed.json is damaged")
+    (finished(tmp_path / "folder") / "config.yaml").unlink()
+    (tmp_path / "folder" / "config.yaml").mkdir()
+    assert read_outcome(tmp_path / "folder", TINY_EXPERIMENT).state == "damaged"
+
+
+def test_a_finished_run_that_lost_records_is_damaged(tmp_path):
+    """Best values, steadiness and drift would be made of what is left."""
+    run = finished(tmp_path / "run")
+    (run / "summary.json").write_text('{"test_accuracy": 0.5, "stages": {"head": {"epochs": 3}}}')
+    records = [json.dumps({"stage": "head", "index": epoch, "epoch": epoch}) + "\n" for epoch in (1, 2, 3)]
+    for count, state in ((3, "finished"), (2, "damaged"), (0, "damaged")):
+        (run / "metrics.jsonl").write_text("".join(records[:count]))
+        outcome = read_outcome(run, TINY_EXPERIMENT)
+        assert outcome.state == state and (count == 3 or f"{count} of the 3 epochs" in outcome.reason)
 
 
 def test_where_a_run_was_computed_makes_it_no_other(tmp_path):
@@ -165,6 +180,31 @@ def test_only_seeds_that_both_rows_have_are_compared():
     assert (verdict.seeds, verdict.word) == (2, "holds") and verdict.difference == pytest.approx(0.1)
 
 
+def test_equal_with_every_seed_is_not_above():
+    results = dict.fromkeys("ab", Given({0: 0.5, 1: 0.6}))
+    assert judge(ClaimSpec(says="", above=["a", "b"]), results).word == "does not hold"
+
+
+def test_where_seeds_make_no_difference_one_tells():
+    def of(value):
+        result = Given({0: value})
+        result.row = replace(ROW, seeds=1)
+        return result
+
+    claim = ClaimSpec(says="", above=["a", "b"])
+    assert judge(claim, {"a": of(2.0), "b": of(1.0)}).word == "holds"
+    assert judge(claim, {"a": of(1.0), "b": of(2.0)}).word == "does not hold"
+    assert judge(claim, {"a": of(2.0), "b": Given({0: 1.0})}).word == "cannot be told"
+
+
+def test_rows_that_ran_without_the_measure_are_not_called_not_run(tmp_path):
+    run = read_outcome(finished(tmp_path / "run"), TINY_EXPERIMENT)
+    ran = Result(ROW, TINY_EXPERIMENT, [], [run])
+    claim = ClaimSpec(says="", above=["a", "b"], measure="steadiness")
+    assert judge(claim, {"a": ran, "b": ran}).word == "cannot be told"
+    assert judge(claim, {"a": ran, "b": Result(ROW, None, [], [])}).word == "not run"
+
+
 @pytest.mark.parametrize(
     ("values", "word"),
     [([0.001, -0.001, 0.0], "holds"), ([0.1, 0.11, 0.12], "does not hold"), ([0.0, 0.05, -0.05], "cannot be told")],
@@ -172,6 +212,13 @@ def test_only_seeds_that_both_rows_have_are_compared():
 def test_level_means_within_the_margin_for_sure(values, word):
     results = {"a": Given(dict(enumerate(values))), "b": Given(dict.fromkeys(range(3), 0.0))}
     assert judge(ClaimSpec(says="", level=["a", "b"], within=0.01), results).word == word
+
+
+def test_no_worse_does_not_mind_better():
+    claim = ClaimSpec(says="", no_worse=["a", "b"], within=0.01)
+    for gap, word in ((0.2, "holds"), (-0.005, "holds"), (-0.2, "does not hold")):
+        results = {"a": Given({0: 0.5 + gap, 1: 0.501 + gap, 2: 0.5 + gap}), "b": Given(dict.fromkeys(range(3), 0.5))}
+        assert judge(claim, results).word == word
 
 
 def test_a_row_can_be_held_against_a_number():
@@ -183,7 +230,8 @@ def test_a_row_can_be_held_against_a_number():
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=7))
 def test_order_is_compared_pair_by_pair(rows):
     same = sum((a < c and b < d) or (a > c and b > d) for i, (a, b) in enumerate(rows) for c, d in rows[i + 1 :])
-    assert agreement(rows) == (same, len(rows) * (len(rows) - 1) // 2)
+    of = sum(b != d for i, (_, b) in enumerate(rows) for _, d in rows[i + 1 :])
+    assert agreement(rows) == (same, of)
 
 
 def test_a_legend_names_rows_that_lack_the_setting_too():

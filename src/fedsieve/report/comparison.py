@@ -116,12 +116,18 @@ def compare(folders: list[Path]) -> Comparison:
 
 
 def find_runs(folders: list[Path]) -> list[Path]:
-    """Run folders, where some may be named by the folder, or the sweep, that they lie in."""
-    found = []
-    for folder in folders:
-        inside = sorted(file.parent for where in ("*", "trials/*") for file in folder.glob(f"{where}/config.yaml"))
-        found += inside if inside and not (folder / "config.yaml").exists() else [folder]
-    return found
+    """Run folders, where some may be named by the folder, the sweep or the study that they lie in, at any depth."""
+    return [run for folder in folders for run in _runs_in(folder) or [folder]]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if _is_run(folder) or not folder.is_dir():
+        return []
+    return [run for part in sorted(folder.iterdir()) for run in ([part] if _is_run(part) else _runs_in(part))]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").exists()
 
 
 def difference(one: Group, two: Group, measure: str) -> Difference:

@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -59,6 +59,7 @@ class ClaimSpec(Strict):
     says: str
     above: Pair | None = Field(None, description="the first row's measure is above the second's")
     level: Pair | None = Field(None, description="the two differ by no more than `within`")
+    no_worse: Pair | None = Field(None, description="the first is below the second by no more than `within`")
     within: float = 0.01
     exceeds: str | None = Field(None, description="the row's measure is above `than`")
     than: float = 0.0
@@ -66,7 +67,7 @@ class ClaimSpec(Strict):
 
     @property
     def rows(self) -> list[str]:
-        return self.above or self.level or [self.exceeds or ""]
+        return self.above or self.level or self.no_worse or [self.exceeds or ""]
 
 
 class SectionSpec(Strict):
@@ -172,12 +173,14 @@ class Study:
         where = f"study {self.name}, row {row.name}"
         return make_experiment(tree, [*given, *_overrides(chosen), f"seed={seed}"], where)
 
-    def _check_overrides(self, rows: Iterable[Row]) -> None:
+    def _check_overrides(self, rows: Sequence[Row]) -> None:
         for override in self.overrides:
             if override.partition("=")[0].strip() in ("seed", "name"):
                 raise FedsieveError(f"command line: {override}: a study sets the seeds and names of its rows itself")
             if not any(applies(row, override) for row in rows):
                 raise FedsieveError(f"command line: {override} applies to none of the chosen rows of {self.name}")
+        for row in rows if self.overrides else ():
+            self.experiment(row, 0)  # refused here, before anything is loaded, where a setting cannot be
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ from fedsieve.randomness import generator
 from fedsieve.report.explore import write_exploration
 from fedsieve.report.html import duration
 from fedsieve.runner.environment import set_deterministic
-from fedsieve.runner.experiment import resume, run
+from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display, describe
 from fedsieve.runner.setup import preflight
 from fedsieve.runner.shared import Shared
@@ -40,6 +40,7 @@ from fedsieve.study.results import (
     FAILED,
     Outcome,
     Settings,
+    State,
     Trial,
     best_trial,
     next_settings,
@@ -266,8 +267,12 @@ class Grid:
         """What every run costs that is planned; how far rates must be widened is not known before."""
         planned = []
         for row in self.rows:
-            tried = [len(values) for values in self.study.tune(row, self.study.experiment(row, 0)).values()]
-            runs = min(self.seeds, row.seeds or self.seeds) + (math.prod(tried) if tried else 0)
+            tune = self.study.tune(row, self.study.experiment(row, 0))
+            runs = min(self.seeds, row.seeds or self.seeds)
+            if tune:
+                first = {key: values[0] for key, values in tune.items()}
+                is_run = trial_place(self.study, row, first, self.out)[0].name == "seed-0"  # a trial that is a run, too
+                runs += math.prod(map(len, tune.values())) - is_run
             planned += [costs[row.name]] * runs
         return planned
 
@@ -301,17 +306,20 @@ class Grid:
             if outcome.state in ("finished", "diverged"):
                 self.display.skip(size)
             else:
-                self._go(row, name, folder, experiment, size, outcome.state == "not run")
+                self._go(row, name, folder, experiment, size, outcome.state)
         self.over.add(folder)
 
-    def _go(self, row: Row, name: str, folder: Path, experiment: Experiment, size: float, new: bool) -> None:
+    def _go(self, row: Row, name: str, folder: Path, experiment: Experiment, size: float, state: State) -> None:
         self.display.next(name)
         began = time.perf_counter()
         try:
-            if new:
+            if state == "not run":
                 shutil.rmtree(folder, ignore_errors=True)  # at most the beginning of a config
                 summary = run(experiment, folder, self.display, page=False, shared=self.shared)
             else:
+                read_experiment(folder)  # refused where this is damaged: nothing then says what ran here
+                for file in ("summary.json", FAILED) if state == "damaged" else ():
+                    (folder / file).unlink(missing_ok=True)  # it says that all is over, and is wrong
                 summary = resume(folder, self.display, page=False, shared=self.shared)
             tested = summary.get("test_accuracy")
             told = f"val {_percent(summary['val_accuracy'])}" if tested is None else f"test {_percent(tested)}"
@@ -323,7 +331,8 @@ class Grid:
                 raise FedsieveError(
                     f"stopped in {name}; nothing is lost. The same command goes on from here", error.exit_code
                 ) from None
-            raise FedsieveError(f"{name}: {error}", error.exit_code) from None
+            again = "" if state == "not run" else f". Delete {folder} to run it anew"
+            raise FedsieveError(f"{name}: {error}{again}", error.exit_code) from None
         gc.collect()  # a network in a cycle of references would hold on to the device's memory
         if not self.keep_all:
             slim(folder, weights=experiment.seed == 0, masks=experiment.seed == 0 or row.keep)
@@ -429,7 +438,7 @@ class GridDisplay(Display):
         self.spent += cost
         self.skip(cost)
         left = self.ahead * (time.perf_counter() - self.began) / self.spent
-        about = f"about {duration(left)} left" if self.ahead > 0 else "all done"
+        about = f"about {duration(left)} left" if self.over < self.runs else "all done"
         if self._bars is not None:
             self._bars.update(self.whole, note=about)
         self.say(f"{self.over:>3} of {self.runs}  {text}" + ("" if self._bars else f"; {about}"))

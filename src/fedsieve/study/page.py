@@ -32,8 +32,8 @@ LABELS = {
     "head.test_accuracy": "head stage",
     "best_test_at": "best epoch or round on test",
     "head.test_loss": "head stage's test loss",
-    "head.seconds": "head stage",
-    "last.seconds": "last stage",
+    "head.seconds": "time of the head stage",
+    "last.seconds": "time of the last stage",
     "seconds": "time",
     "calibration_seconds": "calibration",
     "last.calibration_seconds": "calibration",
@@ -42,6 +42,7 @@ LABELS = {
     "bytes": "sent in all",
     "of_dense": "of dense fp32",
     "numbers_up": "numbers sent up",
+    "epsilon": "epsilon spent",
     "drift": "drift, last round",
     "mean_drift": "drift, mean of rounds",
     "steadiness": "steadiness",
@@ -334,7 +335,9 @@ def _answer(spec: SectionSpec, results: Sequence[Result]) -> str:
     both = [(mean, told.value) for mean, result in ranked if (told := reported_of(result.row, measure)) is not None]
     if len(both) > 2:
         same, of = agreement(both)
-        words += f" Of {of} pairs of rows that the report gives numbers for, {same} stand in the same order here."
+        words += (
+            f" Of {of} pairs of rows that the report gives different numbers for, {same} stand in the same order here."
+        )
     return words
 
 
@@ -364,7 +367,7 @@ def _judged(verdict: Verdict) -> str:
     name = LABELS.get(measure, measure.replace("_", " "))
     words = f"{name} {written(verdict.difference, measure, sign=True)}{unit}"
     if verdict.interval is None:
-        return f"{words}, one seed"
+        return f"{words}, {'one seed' if verdict.word == 'cannot be told' else 'the same with every seed'}"
     low, high = (written(end, measure, sign=True) for end in verdict.interval)
     return f"{words} ({low} to {high}), {verdict.seeds} seeds"
 

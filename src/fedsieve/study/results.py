@@ -54,13 +54,35 @@ def read_outcome(folder: Path, experiment: Experiment) -> Outcome:
         if changed := differences(folder, experiment):
             return Outcome(folder, seed, "another config", f"differs in {', '.join(changed)}")
         if (folder / FAILED).exists():
-            return Outcome(folder, seed, "diverged", json.loads((folder / FAILED).read_text())["reason"])
+            return Outcome(folder, seed, "diverged", _read_failed(folder / FAILED))
         run = read_run(folder)
-    except (FedsieveError, ValueError, KeyError, TypeError) as error:
+    except (FedsieveError, OSError, ValueError, KeyError, TypeError) as error:
         return Outcome(folder, seed, "damaged", str(error).splitlines()[0])
     if run.missing:
         return Outcome(folder, seed, "unfinished" if run.missing.startswith("unfinished") else "damaged", run.missing)
+    if lost := torn(run):
+        return Outcome(folder, seed, "damaged", lost)
     return Outcome(folder, seed, "finished", run=run)
+
+
+def _read_failed(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text())["reason"])
+    except (ValueError, KeyError, TypeError):
+        raise FedsieveError(f"{file.name} is damaged") from None
+
+
+def torn(run: RunFolder) -> str:
+    """What a finished run lost of its records and messages, which several measures are made of; empty where nothing."""
+    for name, stage in run.summary.stages.items() if run.summary else ():
+        length, there = stage.rounds or stage.epochs or 0, sum(row.get("stage") == name for row in run.records)
+        if there < length:
+            return f"metrics.jsonl is damaged: {there} of the {length} {run.unit}s of stage {name}"
+    if run.messages is not None and run.summary and run.summary.bytes_up is not None:
+        listed = sum(count * size for (_, _, way, _, size), count in run.messages.items() if way == "up")
+        if listed != run.summary.bytes_up:
+            return f"ledger.csv is damaged: {listed} of the {run.summary.bytes_up} bytes sent up"
+    return next((problem for problem in run.problems if problem.startswith(("metrics.jsonl", "ledger.csv"))), "")
 
 
 def differences(folder: Path, experiment: Experiment) -> list[str]:
@@ -369,6 +391,7 @@ MADE: dict[str, Callable[[RunFolder], float | None]] = {
     "jaccard_deep": lambda run: _third(run, last=True),
     "jaccard_deepens": lambda run: _difference(_third(run, last=True), _third(run, last=False)),
     "numbers_up": _numbers_up,
+    "epsilon": lambda run: run.summary.privacy.get("epsilon") if run.summary else None,
     "gain": lambda run: _difference(measure(run, "test_accuracy"), measure(run, "head.test_accuracy")),
     "personal_gain": lambda run: _difference(measure(run, "personal.local.mean"), measure(run, "personal.global.mean")),
 }
@@ -388,30 +411,35 @@ class Verdict:
 
 def judge(claim: ClaimSpec, results: Mapping[str, Result]) -> Verdict:
     """What the runs say of a claim: the difference, seed by seed, between two rows (or a row and a number), and the 95 %
-    interval of its mean (Student)."""
+    interval of its mean (Student). Of rows that seeds make no difference to, one seed tells all there is."""
     found = [results[name].by_seed(claim.measure) if name in results else {} for name in claim.rows]
     if claim.exceeds:
         apart = np.array([value - claim.than for value in found[0].values()])
     else:
         apart = np.array([found[0][seed] - found[1][seed] for seed in found[0] if seed in found[1]])
-    if not len(apart):
-        return Verdict(claim, "not run")
+    rows = [results[name] for name in claim.rows if name in results]
+    if not len(apart):  # rows that ran may lack a measure, as steadiness after one evaluation
+        return Verdict(claim, "cannot be told" if rows and all(row.runs for row in rows) else "not run")
     mean = float(apart.mean())
-    if len(apart) == 1:
+    exact = all(row.row.seeds == 1 for row in rows)
+    if len(apart) == 1 and not exact:
         return Verdict(claim, "cannot be told", mean, None, 1)
-    half = float(student.ppf(0.975, len(apart) - 1) * apart.std(ddof=1) / math.sqrt(len(apart)))
+    half = 0.0 if exact else float(student.ppf(0.975, len(apart) - 1) * apart.std(ddof=1) / math.sqrt(len(apart)))
     low, high = mean - half, mean + half
     if claim.level:
         holds, fails = -claim.within <= low and high <= claim.within, low > claim.within or high < -claim.within
+    elif claim.no_worse:
+        holds, fails = low >= -claim.within, high < -claim.within
     else:
-        holds, fails = low > 0, high < 0
+        holds, fails = low > 0, high <= 0  # equal with every seed is not above
     word: Any = "holds" if holds else "does not hold" if fails else "cannot be told"
-    return Verdict(claim, word, mean, (low, high), len(apart))
+    return Verdict(claim, word, mean, None if exact else (low, high), len(apart))
 
 
 def agreement(pairs_: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """Of all pairs of rows, how many stand in the same order by both of their numbers, and how many pairs there are."""
-    both = list(itertools.combinations(pairs_, 2))
+    """Of all pairs of rows that differ in their second number, how many stand in the same order by both, and how many
+    such pairs there are."""
+    both = [(a, b) for a, b in itertools.combinations(pairs_, 2) if a[1] != b[1]]
     return sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in both), len(both)
 
 
