@@ -13,6 +13,7 @@ Speed = Literal["eager", "graph", "blocks", "full"]
 COMPILING: tuple[Speed, ...] = ("blocks", "full")
 TOLD = "compiling the network: up to a minute at first, less in later runs, since torch keeps what it compiled"
 WORTH_TELLING = 1.0  # seconds
+KEEPS_OWN = "autograd_cache_allow_custom_autograd_functions"
 # Kinds of steps that one process may compile; torch stops at 8, which a grid of runs passes.
 NETWORKS = 128
 
@@ -89,6 +90,8 @@ def compiled(function: Callable[..., Tensor], speed: Speed, model: nn.Module) ->
     if speed not in COMPILING:
         return function
     torch._dynamo.config.recompile_limit = NETWORKS
+    if hasattr(torch._functorch.config, KEEPS_OWN):  # or nothing that a stack's own functions are part of would be kept
+        setattr(torch._functorch.config, KEEPS_OWN, True)
     around = _compiled(function)
     # The compiler of what is around a block stops at it, and the block is a function of its own to compile.
     forwards = {
