@@ -55,7 +55,7 @@ def test_a_mask_that_cannot_be_made_is_refused_whatever_was_checked_before(tiny)
     """What is checked once for many rows must tell apart all that decides it."""
     shared = Shared()
     preflight(tiny(*CENTRAL), shared)
-    for impossible in ("mask.sparsity=0.999999", "mask.min_active_per_tensor=100000", "mask.granularity=block"):
+    for impossible in ("mask.sparsity=0.999999", "mask.min_active_per_tensor=100000"):
         for _ in range(2):
             with pytest.raises(FedsieveError):
                 preflight(tiny(*CENTRAL, impossible), shared)
