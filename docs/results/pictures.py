@@ -3,6 +3,7 @@
 import csv
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -57,7 +58,7 @@ def skew() -> str:
             point(word, [row for row in federation if row["phase"] == phase and row["job"] in (job + key, job + word)])
             for key, word in PARTITIONS.items()
         ]
-    heads = table("secure.csv")
+    heads = table("studies/secure-runs.csv")
     phases["head alone, 20 rounds"] = [
         point(word, [row for row in heads if row["row"] == f"fedavg/{key}"]) for key, word in PARTITIONS.items()
     ]
@@ -83,7 +84,7 @@ def cost() -> str:
 
 
 def sums() -> str:
-    rows = table("secure.csv")
+    rows = table("studies/secure-runs.csv")
     names = {
         "whole head, plain mean": "plain",
         "whole head, zero-sum pads": "zero_sum",
@@ -96,8 +97,32 @@ def sums() -> str:
     return dots(list(names), points, ACCURACY, percent, None)
 
 
+def start() -> str:
+    """The rules at 0.9 frozen, with a head that is new and one that was trained first."""
+    studies = {
+        "new head, central": ("overlap", "sparse-rates/{}-s0.9"),
+        "new head, Nc=50": ("editing", "rules-rates/nc50-{}"),
+        "head first, Nc=1": ("beyond", "rules/{}-*-s0.9"),
+    }
+    names, points = [], []
+    for label, (study, form) in studies.items():
+        runs = table(f"studies/{study}-runs.csv")
+        for rule in ("most_sensitive", "least_sensitive", "random", "high_magnitude"):
+            names.append(f"{label}: {rule.replace('_', ' ')}")
+            points.append(point(None, [run for run in runs if fnmatch(run["row"], form.format(rule))]))
+    return dots(names, points, ACCURACY, percent, None)
+
+
+def overlap() -> str:
+    """How far clients' masks agree, beside what was reported."""
+    found = [row for row in table("studies/overlap.csv") if row["measure"] == "jaccard"]
+    names = [row["label"] for row in found]
+    points = [Point(None, float(row["mean"]), float(row["std"]), float(row["reported"])) for row in found]
+    return dots(names, points, "Jaccard index of two clients' masks", lambda value: f"{value:.2f}", None)
+
+
 if __name__ == "__main__":
-    for draw in (rules, skew, cost, sums):
+    for draw in (rules, start, skew, cost, overlap, sums):
         target = HERE / "pictures" / f"{draw.__name__}.svg"
         target.parent.mkdir(exist_ok=True)
         target.write_text(draw())

@@ -664,8 +664,10 @@ class Experiment(Strict):
         "torchrun starts, and stacked wherever clients_at_once is given",
     )
     clients_at_once: Positive | None = Field(None, description="stacked: default, as many as fit in memory")
-    compile: Literal["auto", "eager", "graph", "full"] = Field(
-        "auto", description="graph: steps as CUDA graphs (auto: on a GPU); full: torch.compile too; eager: neither"
+    compile: Literal["auto", "eager", "graph", "blocks", "full"] = Field(
+        "auto",
+        description="graph: steps as CUDA graphs (auto: on a GPU); full: torch.compile too, the fastest once it is ready; "
+        "blocks: each kind of block compiled once, sooner ready; eager: none of these",
     )
     stages: Annotated[list[Stage], Field(min_length=1)]
     tracking: list[TrackerName] = ["tensorboard"]

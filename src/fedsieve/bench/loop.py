@@ -69,7 +69,7 @@ def loop(device: torch.device, smoke: bool) -> Result:
         "network's first one is cold. CUDA graphs and torch.compile are measured on a GPU only.",
         limit=limits.sentence(),
     )
-    speeds: Sequence[Speed] = ("eager", "graph", "full") if device.type == "cuda" else ("eager",)
+    speeds: Sequence[Speed] = ("eager", "graph", "blocks", "full") if device.type == "cuda" else ("eager",)
     cases: Sequence[Case] = ON_GPU if device.type == "cuda" else ON_CPU
     steps, repeats = (8, 7) if device.type == "cpu" else (20, 7)
     if smoke:
@@ -109,7 +109,7 @@ def _ways(
     first = timed(lambda: next(ticks), device)
     batch = feed.batch(np.arange(case.batch))
     optimizer = torch.optim.SGD([theta], lr=1e-3, momentum=0.9, fused=False)
-    network = compiled(model, speed)
+    network = compiled(model.__call__, speed, model)
 
     def differentiate(inputs: torch.Tensor, targets: torch.Tensor) -> None:
         theta.grad.zero_()  # type: ignore[union-attr]

@@ -43,10 +43,11 @@ OURS: dict[str, tuple[str, str, Speed]] = {
     "sequential": ("fedsieve, one by one", "sequential", "eager"),
     "stacked": ("fedsieve, stacked", "stacked", "eager"),
     "stacked-graph": ("fedsieve, stacked, graph", "stacked", "graph"),
+    "stacked-blocks": ("fedsieve, stacked, blocks", "stacked", "blocks"),
     "stacked-full": ("fedsieve, stacked, full", "stacked", "full"),
 }
 WAYS = (*PEERS, *OURS)
-ON_GPU = (*PEERS, "stacked-graph", "stacked-full")
+ON_GPU = (*PEERS, "stacked-graph", "stacked-blocks", "stacked-full")
 ON_CPU = ("plain", "pfl", "flower", "sequential", "stacked")
 BATCH = 64
 ACTORS = 8  # Flower's clients on one GPU at a time
@@ -167,7 +168,7 @@ class PlainClient:
             name: (torch.rand(weights.shape, generator=drawn) < 0.1).to(device)
             for name, weights in self.trained.items()
         }
-        self.forward = compiled(self.model, "full" if way == "plain-compiled" else "eager")
+        self.forward = compiled(self.model.__call__, "full" if way == "plain-compiled" else "eager", self.model)
 
     def train(self, number: int) -> int:
         """Train on one client's images from the model's weights on; gives how many images it has."""

@@ -121,7 +121,7 @@ def _step(
     images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(theta.device)
     labels = torch.randint(100, (batch,), generator=generator).to(theta.device)
 
-    network = compiled(model, speed)
+    network = compiled(model.__call__, speed, model)
 
     def differentiate(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         theta.grad.zero_()  # type: ignore[union-attr]

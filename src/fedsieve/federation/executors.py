@@ -21,7 +21,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack, computed_in
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
-from fedsieve.train.replay import COMPILING, Replay, Speed, compiled
+from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Stacked:
             clients,
             computed_in(task.autocast, task.theta.device),
             whole=task.optimizer.rescale is not None,
-            compile=lambda network: compiled(network, task.speed),
+            compile=lambda network: compiled(network, task.speed, task.model),
         )
         k = task.space.size if self.support is None else len(self.support)
         self.weights = task.theta.detach().new_zeros(clients, k)  # in place always: recorded steps read from here
@@ -284,8 +284,8 @@ def make_executor(
         try:
             executor = Stacked(task, support, clients, batch, say)
             executor.check()
-            if task.speed == "full":
-                say(COMPILING)
+            if task.speed in COMPILING:
+                say(TOLD)
             return executor
         except FedsieveError as error:
             say(f"executor: this network cannot be stacked ({error}): clients train one after another")

@@ -148,12 +148,16 @@ class Stack:
         """In the shape of the products before and behind, whose bias it is fused with."""
         return as_images(gelu(as_rows(inputs, self.clients)), inputs)
 
-    def weight(self, name: str, rank: int) -> Tensor:
-        """A parameter ready to broadcast against (clients, rows, ...): its stacked leaf, or the model's shared one."""
-        if name in self.leaves:
-            leaf = self.leaves[name]
-            return leaf[:, None] if leaf.dim() - 1 < rank else leaf
-        return self.model.get_parameter(name).detach()
+    def weight(self, name: str, rank: int) -> Callable[[], Tensor]:
+        """Gives a parameter ready to broadcast against (clients, rows, ...): its stacked leaf, or the model's shared one.
+
+        It knows the tensor and not its name, so that a compiler takes layers of the same shape for the same code.
+        """
+        if name not in self.leaves:
+            shared = self.model.get_parameter(name)
+            return lambda: shared.detach()
+        leaf = self.leaves[name]
+        return (lambda: leaf[:, None]) if leaf.dim() - 1 < rank else (lambda: leaf)
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -280,34 +284,36 @@ def as_images(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _linear(module: nn.Linear, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    weight = stack.weight(names["weight"], 2)
+    bias = stack.weight(names["bias"], 2) if "bias" in names else lambda: None
+
     def forward(inputs: Tensor) -> Tensor:
-        bias = stack.weight(names["bias"], 2) if "bias" in names else None
-        weight = stack.weight(names["weight"], 2)
-        return as_images(product(as_rows(inputs, stack.clients), weight, bias, stack.cast), inputs)
+        return as_images(product(as_rows(inputs, stack.clients), weight(), bias(), stack.cast), inputs)
 
     return forward
 
 
 def _layer_norm(module: nn.LayerNorm, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    rank = 1 + len(module.normalized_shape)
+    weight, bias = (stack.weight(names[name], rank) if name in names else None for name in ("weight", "bias"))
+
     def forward(inputs: Tensor) -> Tensor:
         normal = F.layer_norm(inputs, module.normalized_shape, None, None, module.eps)
         rows = normal.reshape(stack.clients, -1, *module.normalized_shape)
-        rank = 1 + len(module.normalized_shape)
-        if "weight" in names:
-            rows = rows * stack.weight(names["weight"], rank)
-        if "bias" in names:
-            rows = rows + stack.weight(names["bias"], rank)
+        rows = rows if weight is None else rows * weight()
+        rows = rows if bias is None else rows + bias()
         return rows.view(inputs.shape)
 
     return forward
 
 
 def _batch_norm(module: nn.BatchNorm2d, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    scale, shift = (stack.weight(names[name], 2) for name in ("weight", "bias"))
+
     def forward(inputs: Tensor) -> Tensor:
         normal = F.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
         images = normal.unflatten(0, (stack.clients, -1))
-        scale, shift = (stack.weight(names[name], 2)[..., None, None] for name in ("weight", "bias"))
-        return (images * scale + shift).flatten(0, 1)
+        return (images * scale()[..., None, None] + shift()[..., None, None]).flatten(0, 1)
 
     return forward
 
@@ -315,12 +321,12 @@ def _batch_norm(module: nn.BatchNorm2d, stack: Stack, names: dict[str, str]) -> 
 def _conv(module: nn.Conv2d, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
     patches = module.stride == module.kernel_size and module.padding == (0, 0)
     patches = patches and module.dilation == (1, 1) and module.groups == 1
+    get_weight = stack.weight(names["weight"], 4)
+    get_bias = stack.weight(names["bias"], 2) if "bias" in names else lambda: None  # (clients, 1, out) or (out,)
 
     def forward(inputs: Tensor) -> Tensor:
-        clients = stack.clients
-        weight = stack.weight(names["weight"], 4)
-        weight = weight if names["weight"] in stack.leaves else weight.expand(clients, *weight.shape)
-        bias = stack.weight(names["bias"], 2) if "bias" in names else None  # (clients, 1, out) or (out,)
+        clients, weight, bias = stack.clients, get_weight(), get_bias()
+        weight = weight if weight.dim() == 5 else weight.expand(clients, *weight.shape)
         if patches:  # a product of patches and weights
             high, wide = module.kernel_size
             tiles = inputs.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))  # (N, in, rows, high, columns, wide)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsieve import hub
 from fedsieve.config import Data, Device, Experiment, Model, Sieve, Stage, parse_config
@@ -283,18 +283,19 @@ def fit_stage(
                 slow = setup.device.type == "cpu" or not torch.is_autocast_enabled(setup.device.type)
             setup.undo = spare_frozen(setup.model, mask, rows=slow)
     state = state or StageState.start(theta.detach().clone())
-    train, validation, forward = setup.train, setup.validation, setup.model.__call__
+    train, validation = setup.train, setup.validation
+    model: nn.Module = setup.model
     if stage.train == "head" and not setup.transform.random:
         # The backbone is frozen and sees the same pixels every epoch: run it once.
         train, validation = feature_feeds(setup)
-        forward = setup.model.head.__call__
+        model = setup.model.head
 
     def validate() -> dict[str, float]:
-        return setup.validate(forward, validation) | watch()
+        return setup.validate(model, validation) | watch()
 
     steps = train_stage(
         stage,
-        forward,
+        model,
         theta,
         state,
         train,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsieve.config import Optimizer, Stage
 from fedsieve.errors import Diverged
@@ -20,7 +20,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
-from fedsieve.train.replay import COMPILING, Replay, Speed, compiled
+from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
 from fedsieve.train.schedule import learning_rate
 
 EVALUATION_BATCH = 500
@@ -84,7 +84,7 @@ class Tick:
 
 def train_stage(
     stage: Stage,
-    forward: Callable[[Tensor], Tensor],
+    model: nn.Module,
     theta: Tensor,
     state: StageState,
     train: Feed,
@@ -108,9 +108,9 @@ def train_stage(
     optimizer.state[theta] = state.optimizer  # one dictionary, so the state follows the optimizer
     state.theta = theta.detach()  # a view: the state follows the weights
 
-    if speed == "full" and say:
-        say(COMPILING)
-    inner = compiled(forward, speed)
+    if speed in COMPILING and say:
+        say(TOLD)
+    inner = compiled(model.__call__, speed, model)
 
     def differentiate(*batch: Tensor) -> Tensor:
         """Fill theta.grad; gives the batch's loss and correct answers, summed."""
@@ -118,9 +118,8 @@ def train_stage(
         theta.grad.zero_()  # type: ignore[union-attr]
         inputs = train.inputs(*raw)
         with autocast():
-            logits = (inner if len(labels) == stage.batch_size else forward)(
-                inputs
-            )  # a last, smaller batch: not worth compiling
+            # A last, smaller batch is not worth compiling.
+            logits = (inner if len(labels) == stage.batch_size else model)(inputs)
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
         with torch.no_grad():

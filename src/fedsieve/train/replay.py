@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-Speed = Literal["eager", "graph", "full"]
-COMPILING = "compiling the network: a minute at first, less in later runs, since torch keeps what it compiled"
+Speed = Literal["eager", "graph", "blocks", "full"]
+COMPILING: tuple[Speed, ...] = ("blocks", "full")
+TOLD = "compiling the network: up to a minute at first, less in later runs, since torch keeps what it compiled"
 WORTH_TELLING = 1.0  # seconds
 # Kinds of steps that one process may compile; torch stops at 8, which a grid of runs passes.
 NETWORKS = 128
@@ -79,11 +80,47 @@ class Replay:
         return True
 
 
-def compiled(function: Callable[..., Tensor], speed: Speed) -> Callable[..., Tensor]:
-    """`function` through torch.compile where `speed` asks for it; what cannot be compiled runs as it is, with a warning."""
-    if speed != "full":
+def compiled(function: Callable[..., Tensor], speed: Speed, model: nn.Module) -> Callable[..., Tensor]:
+    """`function`, which runs `model`, through torch.compile where `speed` asks for it.
+
+    With `full` in one piece, which is the fastest; with `blocks`, blocks that repeat are compiled once for all of them, which is sooner
+    ready. What cannot be compiled runs as it is, with a warning.
+    """
+    if speed not in COMPILING:
         return function
     torch._dynamo.config.recompile_limit = NETWORKS
+    around = _compiled(function)
+    # The compiler of what is around a block stops at it, and the block is a function of its own to compile.
+    forwards = {
+        block: torch.compiler.disable(_compiled(block.forward))
+        for block in (repeated(model) if speed == "blocks" else ())
+    }
+
+    def call(*inputs: Tensor) -> Tensor:
+        for block, forward in forwards.items():
+            block.forward = forward
+        try:
+            return around(*inputs)
+        finally:
+            for block in forwards:
+                del block.forward  # the class's own shows again
+
+    return call
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """Blocks of which a network has a row of four or more, of one class and with weights of the same shapes."""
+    found, inside = list[nn.Module](), set[nn.Module]()
+    for module in model.modules():  # rows before what is inside their blocks
+        row = list(module.children()) if isinstance(module, (nn.Sequential, nn.ModuleList)) else []
+        kinds = {(type(block), *((name, w.shape) for name, w in block.named_parameters())) for block in row}
+        if len(row) >= 4 and len(kinds) == 1 and not inside.intersection(row):
+            found += row
+            inside.update(*(block.modules() for block in row))
+    return found
+
+
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     chosen: Callable[..., Tensor] = torch.compile(function, dynamic=False)
     tried = False
 

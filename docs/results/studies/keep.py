@@ -1,0 +1,34 @@
+"""Keep what a study's folders measured beside this file: `uv run python docs/results/studies/keep.py runs/drift runs/overlap`."""
+
+import csv
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FIGURES = {
+    "drift": {"5-1": "by-round", "7-1": "by-sparsity", "11-1": "of-clients"},
+    "overlap": {"4-1": "by-block"},
+}
+
+
+def keep(folder: Path) -> None:
+    """Rows with a result, and runs that ended; what did not run says nothing here."""
+    for source, target, measured in (
+        ("results.csv", f"{folder.name}.csv", lambda row: row["seeds"] != "0"),
+        ("runs.csv", f"{folder.name}-runs.csv", lambda row: row["state"] == "finished"),
+    ):
+        with (folder / source).open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if measured(row)]
+        with (HERE / target).open("w", newline="") as file:
+            writer = csv.DictWriter(file, reader.fieldnames or [], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    for number, name in FIGURES.get(folder.name, {}).items():
+        shutil.copy(folder / "figures" / f"{number}.svg", HERE / f"{folder.name}-{name}.svg")
+
+
+if __name__ == "__main__":
+    for word in sys.argv[1:]:
+        keep(Path(word))
