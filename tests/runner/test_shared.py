@@ -6,8 +6,10 @@ import json
 import pytest
 import torch
 
+from fedsieve.errors import FedsieveError
 from fedsieve.runner import shared as module
 from fedsieve.runner.experiment import run
+from fedsieve.runner.setup import preflight
 from fedsieve.runner.shared import Shared
 
 FEDERATED = (
@@ -47,6 +49,16 @@ def test_images_are_read_and_networks_are_built_once(tiny, tmp_path, monkeypatch
         run(tiny(*overrides), tmp_path / str(number), shared=shared, page=False)
     assert counts == {"load_images": 2, "load_classifier": 1}  # two splits, one network
     assert not (tmp_path / "0" / "report.html").exists()
+
+
+def test_a_mask_that_cannot_be_made_is_refused_whatever_was_checked_before(tiny):
+    """What is checked once for many rows must tell apart all that decides it."""
+    shared = Shared()
+    preflight(tiny(*CENTRAL), shared)
+    for impossible in ("mask.sparsity=0.999999", "mask.min_active_per_tensor=100000"):
+        for _ in range(2):
+            with pytest.raises(FedsieveError):
+                preflight(tiny(*CENTRAL, impossible), shared)
 
 
 def test_a_network_that_one_run_changed_is_new_for_the_next(tiny):

@@ -20,7 +20,7 @@ from fedsieve.report.page import write_report
 from fedsieve.study import grid
 from fedsieve.study.definition import STUDIES, load_study
 from fedsieve.study.grid import Grid, GridDisplay, begin, claimed, cost, run_study, show_study
-from fedsieve.study.page import markdown, written
+from fedsieve.study.page import make_table, markdown, written
 from fedsieve.study.results import read_results
 
 SMALL = """
@@ -41,6 +41,9 @@ sections:
     columns: [test_accuracy, seconds]
     figures: [{kind: dots, title: dots}, {kind: curves, title: curves, y: val_accuracy}]
     claims: [{says: tuned is as good, level: [a/tuned, a/plain], within: 1.0}]
+  - title: the rest
+    rows: [a/diverging]
+    claims: [{says: diverging is no good, above: [a/plain, a/diverging]}]
 """
 
 
@@ -223,13 +226,49 @@ def test_costs_are_the_images_that_a_row_trains_on(tiny):
     assert cost(steps, 1000) == 5 * 3 * 4 * 7
 
 
-def test_tables_say_what_was_not_run(small, tmp_path):
-    from fedsieve.study.page import make_table
+def test_rows_sections_and_claims_that_were_not_run_stand_apart(small, tmp_path):
+    study, out = small(), tmp_path / "out"
+    page = run_all(study, out, seeds=1, patterns=["a/plain"]).read_text()
+    tables = (out / "tables.md").read_text()
+    first, last = tables.split("## Not run")
+    assert "| `a/plain` plain | 1 |" in first and "Not run: `a/tuned`, `a/diverging` (2 rows)" in first
+    assert "`a/tuned` tuned" not in tables and "the rest" not in first and "tuned is as good" not in first
+    assert "- the rest: `a/diverging` (1 row)" in last and "- tuned is as good" in last
+    first, last = page.split('<h2 id="not-run">')
+    assert "Not run: tuned; diverging (2 rows)" in first and "the rest" not in first and "tuned is as good" not in first
+    assert "the rest" in last and "tuned is as good" in last and "diverging is no good" in last
+    # What was begun is never folded away with what was not.
+    run_all(study, out, seeds=1, patterns=["a/diverging"])
+    tables = (out / "tables.md").read_text()
+    assert tables.count("| `a/diverging` diverging | seed 0 diverged") == 2 and "- the rest" not in tables
+    assert "Not in the numbers" in (out / "study.html").read_text()
 
+
+def test_a_row_of_which_only_trials_ran_says_so(small, tmp_path):
+    study, out = small(), tmp_path / "out"
+    run_all(study, out, seeds=1, patterns=["a/tuned"])
+    shutil.rmtree(out / "runs/a/tuned/lr-1e-06")
+    show = read_results(study, out, study.select(["a/tuned"]), 1)
+    table = make_table(["test_accuracy"], list(show.values()), "about")
+    assert "| `a/tuned` tuned (rate 0.1" in markdown(table, differ=True) and not table.idle
+    assert "| its settings are not chosen yet |" in markdown(table, differ=True)
+
+
+def test_tables_say_what_was_not_run(small, tmp_path):
     study = small()
     results = read_results(study, tmp_path, study.select([]), 2)
     table = make_table(["test_accuracy"], list(results.values()), "nothing")
-    assert table.shown == [] and "| `a/plain` plain | not run |" in markdown(table, differ=True)
+    assert table.shown == [] and table.lines == []
+    assert markdown(table, differ=True) == "Not run: `a/plain`, `a/tuned`, `a/diverging` (3 rows).\n\nnothing\n"
+
+
+def test_without_the_hub_a_study_ends_in_a_line_and_makes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FEDSIEVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert fedsieve("study", "drift", "--out", tmp_path / "out") == 1
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert "the hub cannot be reached" in said and "data.source=FOLDER model.weights=FILE" in said
+    assert not (tmp_path / "out").exists()
 
 
 def fedsieve(*words) -> int:

@@ -16,7 +16,7 @@ from tests.conftest import TINY
 
 from fedsieve.config import parse_config, to_yaml
 from fedsieve.study.definition import ClaimSpec, Row
-from fedsieve.study.page import _series
+from fedsieve.study.page import _series, make_table
 from fedsieve.study.results import FAILED, TRIES, Outcome, Result, Trial, agreement, judge, next_settings, read_outcome
 
 TINY_EXPERIMENT = parse_config(TINY)
@@ -237,3 +237,22 @@ def test_order_is_compared_pair_by_pair(rows):
 def test_a_legend_names_rows_that_lack_the_setting_too():
     results = [SimpleNamespace(settings=settings) for settings in ({"mask.rule": "random"}, {})]
     assert [_series("mask.rule", result) for result in results] == ["random", "no mask"]
+
+
+@pytest.mark.parametrize("curve", [True, False])
+def test_a_reported_best_on_test_stands_beside_the_best_on_test(curve):
+    """And beside the last value where no best was measured: a report's number never vanishes."""
+
+    class Measured(Given):
+        begun = True
+
+        def by_seed(self, name):
+            return {0: {"test_accuracy": 0.5, "best_test_accuracy": 0.6}[name]} if curve or name[0] == "t" else {}
+
+    result = Measured({})
+    result.row = replace(ROW, reported=("drift/1/head",))
+    table = make_table(["test_accuracy", "best_test_accuracy"], [result], "")
+    last, best = table.lines[0].cells
+    beside, other = (best, last) if curve else (last, best)
+    assert (beside.reported.value, other.reported) == (0.6967, None) and table.is_compared(beside.measure)
+    assert beside.difference == pytest.approx((0.6 if curve else 0.5) - 0.6967)

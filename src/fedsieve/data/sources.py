@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from fedsieve import hub
 from fedsieve.config import Data
 from fedsieve.data.splits import hold_out
 from fedsieve.errors import FedsieveError, did_you_mean
@@ -346,6 +347,8 @@ def _load_dataset(config: Data) -> "datasets.DatasetDict":
     path = str(Path(source).expanduser()) if local else source
     if local:
         _check_parquet(_data_files(Path(path)))
+    else:
+        hub.is_reachable()  # without it, at once from what was fetched before
     try:
         return datasets.load_dataset(
             path, config.subset, revision=config.revision, cache_dir=str(cache_folder(config) / "datasets")

@@ -52,7 +52,7 @@ from fedsieve.runner.federated import (
 from fedsieve.runner.progress import Display
 from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
 from fedsieve.runner.remote import Tested, check_place, meet_sites, test_at_sites
-from fedsieve.runner.setup import Setup, config_digest, fit_stage, preflight, prepare
+from fedsieve.runner.setup import Setup, check_hub, config_digest, fit_stage, preflight, prepare
 from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
@@ -84,6 +84,7 @@ def run(
         help_out(experiment)
     check_free(folder)
     preflight(experiment, shared)
+    check_hub(experiment)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """From a validated experiment to things that can be trained: device, data, model."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -11,7 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedsieve.config import Data, Experiment, Model, Stage, parse_config
+from fedsieve import hub
+from fedsieve.config import Data, Device, Experiment, Model, Sieve, Stage, parse_config
 from fedsieve.data.sources import Split, cache_folder, keep_classes, kind_of
 from fedsieve.data.splits import hold_out
 from fedsieve.data.transforms import HALF, IMAGENET, Transform, channel_statistics, make_transform
@@ -34,6 +36,8 @@ from fedsieve.train.replay import Speed
 from fedsieve.train.savings import spare_frozen
 from fedsieve.train.sieve import check_sieve
 
+# What decides how weights are scored, and not whether a mask of so many can be made.
+SCORING = {"rule", "fisher", "calibration_rounds", "schedule", "alpha", "scale", "shrink"}
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -60,16 +64,15 @@ def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.dev
     check_backbone(experiment.model)
     if experiment.model.weights not in ("hub", "none", "digits"):
         weights_file(experiment.model)
+    if experiment.model.weights == "hub":
+        hub.is_reachable()
     key = ("blank", experiment.model.model_dump_json(), experiment.data.size)
     model = shared.once(key, lambda: blank_model(experiment, classes=2))
     for stage in experiment.stages:
-        space = ParamSpace.of(model, trainable_names(model, stage.train))
-        # How large the head is only the data says: its masks are checked once they are read.
-        if (sieve := experiment.mask_of(stage)) is not None and not any(
-            name.startswith("head.") for name in space.names
-        ):
-            check_sieve(sieve, model, space)
-            check_tiers(sieve, experiment.federation.devices if experiment.federation else (), model, space)
+        if (sieve := experiment.mask_of(stage)) is not None:
+            devices = experiment.federation.devices if experiment.federation else ()
+            asked = (*key, str(stage.train), sieve.model_dump_json(exclude=SCORING), str(devices))
+            shared.once(asked, partial(_check_mask, sieve, devices, model, stage))
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)
@@ -79,6 +82,32 @@ def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.dev
             "takes deterministic: true"
         )
     return device
+
+
+def _check_mask(sieve: Sieve, devices: Sequence[Device], model: Classifier, stage: Stage) -> None:
+    space = ParamSpace.of(model, trainable_names(model, stage.train))
+    # How large the head is only the data says: its masks are checked once they are read.
+    if not any(name.startswith("head.") for name in space.names):
+        check_sieve(sieve, model, space)
+        check_tiers(sieve, devices, model, space)
+
+
+def check_hub(experiment: Experiment) -> None:
+    """Refuse images and weights of the hub where it cannot be reached and there is no copy of them."""
+    data, model, lacks = experiment.data, experiment.model, dict[str, str]()
+    if "hub" not in (kind_of(data.source), model.weights) or hub.is_reachable():
+        return
+    owner = data.source.partition("/")[0]
+    if kind_of(data.source) == "hub" and not any((cache_folder(data) / "datasets").glob(f"{owner}___*")):
+        lacks["data.source=FOLDER"] = data.source
+    if model.weights == "hub" and not hub.has_weights(model.backbone):
+        lacks["model.weights=FILE"] = f"the weights of {model.backbone}"
+    if lacks:
+        raise FedsieveError(
+            f"the hub cannot be reached, and there is no local copy of {' or '.join(lacks.values())}. Without a network, name "
+            f"your own: {' '.join(lacks)}",
+            1,
+        )
 
 
 def chosen_executor(experiment: Experiment, device: torch.device) -> str:

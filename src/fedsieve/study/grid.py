@@ -32,7 +32,7 @@ from fedsieve.report.html import duration
 from fedsieve.runner.environment import set_deterministic
 from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display, describe
-from fedsieve.runner.setup import preflight
+from fedsieve.runner.setup import check_hub, preflight
 from fedsieve.runner.shared import Shared
 from fedsieve.study.definition import Row, Study, load_study
 from fedsieve.study.page import SAMPLE, write_study
@@ -247,6 +247,7 @@ class Grid:
         """Refuse, before anything runs, what cannot run here and rows that were made with another config."""
         for row in self.rows:
             experiment = self.study.experiment(row, 0)
+            check_hub(experiment)
             preflight(experiment, self.shared)
             if experiment.deterministic:
                 set_deterministic(True)  # before the first run that is not: cuBLAS reads it once

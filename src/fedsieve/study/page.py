@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,8 @@ LABELS = {
 SHARES = ("accuracy", "gain", ".mean", ".std", ".worst", ".worst_decile", "of_dense", "steadiness")
 SAMPLE = "sample.npz"
 TILES = 24  # predictions on the page
+NAMED = 4  # rows that were not run and are named where they would stand
+LAST, BEST = "test_accuracy", "best_test_accuracy"
 WORDS = {"holds": "hold", "does not hold": "do not hold", "cannot be told": "cannot be told", "not run": "not run"}
 
 
@@ -157,6 +160,8 @@ class Table:
 
     measures: list[str]
     lines: list[Line]
+    idle: list[Line]  # of rows that were not run: nothing is measured there
+    compared: str  # differences are shown of this measure alone: a table has to fit a page
     about: str
 
     def is_reported(self, measure: str) -> bool:
@@ -164,8 +169,7 @@ class Table:
         return any(line.cells[place].reported for line in self.lines)
 
     def is_compared(self, measure: str) -> bool:
-        """Differences are shown of the first measure alone: a table has to fit a page."""
-        return measure == self.measures[0] and self.is_reported(measure)
+        return measure == self.compared and self.is_reported(measure)
 
     def is_measured(self, measure: str) -> bool:
         place = self.measures.index(measure)
@@ -177,21 +181,42 @@ class Table:
         return [measure for measure in self.measures if self.is_reported(measure) or self.is_measured(measure)]
 
     @property
+    def promised(self) -> list[str]:
+        """Measures that a report gives for rows that were not run."""
+        return [name for at, name in enumerate(self.measures) if any(line.cells[at].reported for line in self.idle)]
+
+    @property
+    def waiting(self) -> str:
+        """The rows that were not run, in a line."""
+        names = [line.result.row.label for line in self.idle]
+        few = names if len(names) <= NAMED else [*names[: NAMED - 1], f"{len(names) - NAMED + 1} more"]
+        return f"{'; '.join(few)} ({count(len(names), 'row')})"
+
+    @property
     def notes(self) -> list[str]:
-        told = [(line.result.row.label, cell.reported) for line in self.lines for cell in line.cells]
+        told = [(line.result.row.label, cell.reported) for line in self.lines + self.idle for cell in line.cells]
         return list(dict.fromkeys(f"{name}: {entry.note}" for name, entry in told if entry and entry.note))
 
 
 def make_table(measures: Sequence[str], results: Sequence[Result], about: str) -> Table:
+    """Where the best value seen on test is shown, the report's accuracy is such a one, and stands beside it."""
+    moved = BEST in measures and any(len(result.values(BEST)) for result in results)
+
+    def told(result: Result, measure: str) -> Reported | None:
+        if moved and measure in (LAST, BEST):
+            return reported_of(result.row, LAST) if measure == BEST else None
+        return reported_of(result.row, measure)
+
     lines = []
     for result in results:
-        cells = []
-        for measure in measures:
-            told = reported_of(result.row, measure)
-            values = result.values(measure)
-            cells.append(Cell(measure, result.mean(measure), result.spread(measure), len(values), told))
+        cells = [
+            Cell(name, result.mean(name), result.spread(name), len(result.values(name)), told(result, name))
+            for name in measures
+        ]
         lines.append(Line(result, cells))
-    return Table(list(measures), lines, about)
+    compared = BEST if moved and measures[0] == LAST else measures[0]
+    begun = [line for line in lines if line.result.begun]
+    return Table(list(measures), begun, [line for line in lines if not line.result.begun], compared, about)
 
 
 def markdown(table: Table, differ: bool) -> str:
@@ -202,7 +227,7 @@ def markdown(table: Table, differ: bool) -> str:
         if table.is_reported(measure):
             head += ["reported", "difference"] if differ and table.is_compared(measure) else ["reported"]
     align += ["---:"] * (len(head) - 2)
-    rows = [head, align]
+    rows = [head, align] if table.lines else []
     for line in table.lines:
         chosen = f" ({line.chosen})" if line.chosen else ""
         cells = [f"`{line.result.row.name}` {line.result.row.label}{chosen}", _state(line.result)]
@@ -216,10 +241,28 @@ def markdown(table: Table, differ: bool) -> str:
                 if differ and table.is_compared(cell.measure):
                     cells.append(written(cell.difference, cell.measure, sign=True))
         rows.append(cells)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows) + f"\n\n{table.about}\n"
+    parts = ["\n".join("| " + " | ".join(cells) + " |" for cells in rows)] if rows else []
+    parts += [f"Not run: {_names(table)}."] if table.idle else []
+    return "\n\n".join([*parts, table.about]) + "\n"
+
+
+def _names(table: Table) -> str:
+    """The rows that were not run: by name, or where they are many, how many of each group."""
+    names = [line.result.row.name for line in table.idle]
+    told = [f"`{name}`" for name in names]
+    if len(names) > NAMED:
+        groups = Counter(name.partition("/")[0] for name in names)
+        told = [f"{number} of `{group}/*`" for group, number in groups.items()]
+    return f"{', '.join(told)} ({count(len(names), 'row')})"
+
+
+def count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _state(result: Result) -> str:
+    if result.state == "not run":
+        return next((outcome.reason for outcome in result.outcomes if outcome.reason), "not run")
     done = len(result.runs)
     return str(done) if result.state == "finished" else f"{done}, {result.state}" if done else result.state
 
@@ -239,8 +282,13 @@ class Section:
     link: str | None = None
 
     @property
-    def ran(self) -> bool:
-        return self.table is not None and any(line.result.runs for line in self.table.lines)
+    def has_anything(self) -> bool:
+        return bool((self.table and self.table.lines) or self.pictures or self.tiles)
+
+    @property
+    def told(self) -> list[Verdict]:
+        """Its claims, without those about rows that were not run."""
+        return [verdict for verdict in self.verdicts if verdict.word != "not run"]
 
 
 def write_study(study: Study, out: Path, seeds: int) -> Path:
@@ -258,11 +306,13 @@ def write_study(study: Study, out: Path, seeds: int) -> Path:
     page = render(
         "study.html",
         study=study,
-        sections=sections,
+        sections=[section for section in sections if section.has_anything],
+        idle=[section for section in sections if not section.has_anything],
         about=about,
         described=describe(about),
         results=results,
         seeds=seeds,
+        measured=sum(bool(result.runs) for result in results.values()),
         finished=sum(result.state == "finished" for result in results.values()),
         missing=[
             (result.row.name, f"seed {outcome.seed} {outcome.state}", outcome.reason)
@@ -270,7 +320,7 @@ def write_study(study: Study, out: Path, seeds: int) -> Path:
             for outcome in result.outcomes
             if outcome.state not in ("finished", "not run")
         ],
-        waiting=[result.row.name for result in results.values() if not result.runs],
+        waiting=sum(not result.begun for result in results.values()),
         verdicts=verdicts,
         counts={words: sum(verdict.word == word for verdict in verdicts) for word, words in WORDS.items()},
         differ=differ,
@@ -280,6 +330,7 @@ def write_study(study: Study, out: Path, seeds: int) -> Path:
         written=written,
         judged=_judged,
         state=_state,
+        count=count,
         command=f"fedsieve study {study.name} {' '.join(study.overrides)}".strip(),
     )
     return save(out / "study.html", page)
@@ -296,7 +347,7 @@ def _section(
     table = make_table(spec.columns, mine, describe(provenance(mine))) if mine else None
     section = Section(spec, table, [judge(claim, results) for claim in spec.claims], _answer(spec, mine))
     for place, item in enumerate(spec.figures):
-        shown = _chosen(study, results, item.rows) if item.rows else mine
+        shown = [row for row in (_chosen(study, results, item.rows) if item.rows else mine) if row.begun]
         if item.kind == "data":
             section.tiles, section.crisp = _sample(out)
             section.link = "data/explore.html" if (out / "data" / "explore.html").exists() else None
@@ -326,9 +377,9 @@ def _answer(spec: SectionSpec, results: Sequence[Result]) -> str:
     unit = " %" if form(measure) == "percent" else ""
 
     def described(mean: float, result: Result) -> str:
-        spread, count = result.spread(measure), len(result.values(measure))
+        spread, seeds = result.spread(measure), len(result.values(measure))
         around = "" if spread is None else f" ± {written(spread, measure)}"
-        return f"{result.row.label} ({written(mean, measure)}{around}{unit}, {count} seed{'s' * (count > 1)})"
+        return f"{result.row.label} ({written(mean, measure)}{around}{unit}, {count(seeds, 'seed')})"
 
     name = LABELS.get(measure, measure.replace("_", " "))
     words = f"Highest {name}: {described(*ranked[0])}; lowest: {described(*ranked[-1])}."
@@ -515,11 +566,17 @@ def _markdown_page(study: Study, sections: Sequence[Section], about: Mapping[str
     if study.smoke:
         parts.append("In miniature on the embedded data: the numbers mean nothing.\n")
     for section in sections:
-        parts.append(f"## {section.spec.title}\n")
-        parts += [f"- {item.claim.says}: **{item.word}**. {_judged(item)}".rstrip() for item in section.verdicts]
-        parts += [""] * bool(section.verdicts)
-        if section.table:
+        if section.table and section.table.lines:
+            parts.append(f"## {section.spec.title}\n")
+            parts += [f"- {item.claim.says}: **{item.word}**. {_judged(item)}".rstrip() for item in section.told]
+            parts += [""] * bool(section.told)
             parts.append(markdown(section.table, differ))
+    waiting = [section for section in sections if section.table and not section.table.lines]
+    claims = [item for section in sections for item in section.verdicts if item.word == "not run"]
+    parts += ["## Not run\n"] * bool(waiting or claims)
+    parts += [f"- {section.spec.title}: {_names(section.table)}" for section in waiting if section.table]
+    parts += [""] * bool(waiting)
+    parts += ["Claims about rows that were not run:\n", *(f"- {item.claim.says}" for item in claims), ""] * bool(claims)
     return "\n".join(parts)
 
 

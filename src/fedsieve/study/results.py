@@ -182,6 +182,12 @@ class Result:
         return [outcome.run for outcome in self.outcomes if outcome.run is not None]
 
     @property
+    def begun(self) -> bool:
+        """Whether something of it ran, be it only a trial."""
+        found = [*self.outcomes, *(trial.outcome for trial in self.trials)]
+        return any(outcome.state != "not run" for outcome in found)
+
+    @property
     def chosen(self) -> Settings:
         best = best_trial(self.trials)
         return best.settings if best else {}
