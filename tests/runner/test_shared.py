@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from fedsieve.errors import FedsieveError
+from fedsieve.runner import setup
 from fedsieve.runner import shared as module
 from fedsieve.runner.experiment import run
+from fedsieve.runner.finished import evaluate
 from fedsieve.runner.setup import preflight
 from fedsieve.runner.shared import Shared
+from fedsieve.train.feed import with_features
 
 FEDERATED = (
     "federation={clients: 6, cohort: 0.5}",
@@ -49,6 +52,33 @@ def test_images_are_read_and_networks_are_built_once(tiny, tmp_path, monkeypatch
         run(tiny(*overrides), tmp_path / str(number), shared=shared, page=False)
     assert counts == {"load_images": 2, "load_classifier": 1}  # two splits, one network
     assert not (tmp_path / "0" / "report.html").exists()
+
+
+HEAD = ("stages=[{name: head, train: head, epochs: 3}]", "data.transform=resize", "test_curve=true")
+
+
+def test_a_frozen_backbone_sees_every_image_once(tiny, tmp_path, monkeypatch):
+    seen = []
+
+    def counting(feed, *arguments):
+        seen.append(len(feed))
+        return with_features(feed, *arguments)
+
+    monkeypatch.setattr(setup, "with_features", counting)
+    shared = Shared()
+    for number in range(2):
+        run(tiny(*HEAD, f"stages.head.optimizer.lr=0.0{number + 1}"), tmp_path / str(number), shared=shared, page=False)
+    assert len(seen) == 3  # train, validation and test, for two runs of three epochs
+
+
+def test_a_head_is_tested_as_the_whole_model_is(tiny, tmp_path):
+    run(tiny(*HEAD), tmp_path / "run", page=False)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    whole = evaluate(tmp_path / "run", [], "test")
+    assert (whole["accuracy"], whole["loss"]) == (
+        summary["test_accuracy"],
+        pytest.approx(summary["test_loss"], rel=1e-6),
+    )
 
 
 def test_a_mask_that_cannot_be_made_is_refused_whatever_was_checked_before(tiny):

@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsieve import launch
 from fedsieve.config import Experiment, Stage, load_config, to_yaml
@@ -52,7 +52,7 @@ from fedsieve.runner.federated import (
 from fedsieve.runner.progress import Display
 from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
 from fedsieve.runner.remote import Tested, check_place, meet_sites, test_at_sites
-from fedsieve.runner.setup import Setup, check_hub, config_digest, fit_stage, preflight, prepare
+from fedsieve.runner.setup import Setup, check_hub, config_digest, featured, fit_stage, preflight, prepare
 from fedsieve.runner.shared import Shared
 from fedsieve.runner.tracking import Tracker, make_trackers
 from fedsieve.train.feed import Feed
@@ -300,7 +300,7 @@ class _Run:
         """Every stage that is not over yet."""
         test = self.setup.test_feed() if self.experiment.test_curve else None
         for stage in self.experiment.stages[len(self.finished) :]:
-            watch = (lambda: self._test(test)) if test is not None else dict
+            watch = dict if test is None else self._tester(stage, test)
             mask = None
             space: ParamSpace
             ticks: Iterator[Tick]
@@ -487,8 +487,17 @@ class _Run:
         self.display.say(f"resuming at {where} {name}, step {self.ticks:,}")
         return numbers["metrics_bytes"]
 
-    def _test(self, test: Feed) -> dict[str, float]:
-        return measure(predict(self.setup.model, test, self.setup.autocast), test.labels, "test")
+    def _tester(self, stage: Stage, test: Feed) -> Callable[[], dict[str, float]]:
+        predicted = self._predictor(stage, test)
+        return lambda: measure(predicted(), test.labels, "test")
+
+    def _predictor(self, stage: Stage, test: Feed) -> Callable[[], Tensor]:
+        """Gives the logits of the model as it is then; where only a head trains, of features that are computed once."""
+        setup = self.setup
+        forward: nn.Module = setup.model
+        if stage.train == "head":
+            forward, test = setup.model.head, featured(setup, test, "test")
+        return lambda: predict(forward, test, setup.autocast)
 
     def _finish(self) -> dict[str, Any]:
         """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and write it down."""
@@ -501,7 +510,7 @@ class _Run:
             rest = {key: value for key, value in finished.items() if key != "name"}
             found = {"test_loss": math.nan, "test_accuracy": math.nan}
             if test is not None:
-                logits = predict(setup.model, test, setup.autocast)
+                logits = self._predictor(stage, test)()
                 found = measure(logits, test.labels, "test")
             # A model that diverged in its very last step has a loss no JSON reader takes.
             stages[stage.name] = {key: value if math.isfinite(value) else None for key, value in found.items()} | rest

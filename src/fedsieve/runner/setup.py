@@ -69,6 +69,7 @@ def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.dev
     key = ("blank", experiment.model.model_dump_json(), experiment.data.size)
     model = shared.once(key, lambda: blank_model(experiment, classes=2))
     for stage in experiment.stages:
+        trainable_names(model, stage.train)
         if (sieve := experiment.mask_of(stage)) is not None:
             devices = experiment.federation.devices if experiment.federation else ()
             asked = (*key, str(stage.train), sieve.model_dump_json(exclude=SCORING), str(devices))
@@ -227,6 +228,7 @@ def prepare(experiment: Experiment, display: Display, shared: Shared | None = No
     config = with_weights_file(experiment, display)
     model = shared.classifier(config, len(class_names), data.size, experiment.seed)
     for stage in experiment.stages:
+        trainable_names(model, stage.train)
         if (sieve := experiment.mask_of(stage)) is not None:
             check_sieve(sieve, model, ParamSpace.of(model, trainable_names(model, stage.train)))
     return Setup(
@@ -310,18 +312,19 @@ def fit_stage(
 
 
 def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
-    """Training and validation images as features of the backbone, computed once, as in evaluation."""
-    backbone, experiment = setup.model.backbone, setup.experiment
-    weights = digest(backbone)
+    """Training and validation images as features of the backbone."""
+    return featured(setup, setup.train, "train"), featured(setup, setup.validation, "train")
 
-    def featured(feed: Feed) -> Feed:
-        rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
-        key = ("features", weights, setup.data_fingerprint, feed.transform, rows, setup.device, experiment.precision)
-        made = setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features)
-        return replace(feed, features=made)
 
-    train, validation = (featured(feed) if len(feed) else feed for feed in (setup.train, setup.validation))
-    return train, validation
+def featured(setup: Setup, feed: Feed, split: Split) -> Feed:
+    """Images as features of the backbone, computed once, as in evaluation."""
+    if not len(feed):
+        return feed
+    backbone, data, precision = setup.model.backbone, setup.data_fingerprint, setup.experiment.precision
+    rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
+    key = ("features", digest(backbone), data, split, feed.transform, rows, setup.device, precision)
+    made = setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features)
+    return replace(feed, features=made)
 
 
 # --- the embedded pretrained model -----------------------------------------------------------------------------------
