@@ -121,8 +121,18 @@ def overlap() -> str:
     return dots(names, points, "Jaccard index of two clients' masks", lambda value: f"{value:.2f}", None)
 
 
+def privacy() -> str:
+    runs = table("studies/privacy-runs.csv")
+    words = {"eps2.0": "2", "eps8.0": "8", "eps32.0": "32", "none": "no noise"}
+    series = {
+        name: [point(word, [run for run in runs if run["row"] == f"dp/{key}-{kind}"]) for key, word in words.items()]
+        for name, kind in {"whole head": "dense", "a tenth of it": "sparse"}.items()
+    }
+    return lines(series, "epsilon", ACCURACY, None, False)
+
+
 if __name__ == "__main__":
-    for draw in (rules, start, skew, cost, overlap, sums):
+    for draw in (rules, start, skew, cost, overlap, sums, privacy):
         target = HERE / "pictures" / f"{draw.__name__}.svg"
         target.parent.mkdir(exist_ok=True)
         target.write_text(draw())
