@@ -175,9 +175,11 @@ class Stacked:
 
     def check(self) -> None:
         """Refuse a network that cannot be stacked."""
-        inputs, _ = self.task.feed.batch(np.arange(min(2, len(self.task.feed))))
-        with self.task.autocast():
-            self.stack.check(inputs)
+        task = self.task
+        inputs, _ = task.feed.batch(np.arange(min(2, len(task.feed))))
+        Stack(task.model, task.space, self.support, clients=2).check(inputs)
+        with task.autocast():  # types that do not go together show here
+            self.stack.trial(inputs)
 
     @torch.enable_grad()
     def _differentiate(self, images: Tensor, labels: Tensor, there: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
@@ -279,7 +281,7 @@ Executor = Sequential | Stacked
 def make_executor(
     kind: str, task: Task, support: Tensor | None, clients: int, batch: int, say: Callable[[str], None]
 ) -> Executor:
-    """The asked executor; a network that cannot be stacked trains one client after another, and `say` tells so."""
+    """The asked executor; a network that cannot be stacked trains one client after another, with a warning."""
     if kind == "stacked":
         try:
             executor = Stacked(task, support, clients, batch, say)
@@ -288,7 +290,10 @@ def make_executor(
                 say(TOLD)
             return executor
         except FedsieveError as error:
-            say(f"executor: this network cannot be stacked ({error}): clients train one after another")
+            warnings.warn(
+                f"executor: this network cannot be stacked ({error}): clients train one after another, slower",
+                stacklevel=2,
+            )
             for name, parameter in task.model.named_parameters():
                 parameter.requires_grad_(name in _inside(task))
     return Sequential(task, support)

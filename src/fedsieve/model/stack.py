@@ -173,7 +173,7 @@ class Stack:
     def check(self, inputs: Tensor) -> None:
         """Refuse a network that this way of stacking gets wrong: compare with copies run one by one on `inputs` (B, ...).
 
-        The leaves are left as they were.
+        It is for copies in full precision: in half, sound networks may be off by a tenth. The leaves are left as they were.
         """
         before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
         try:
@@ -181,21 +181,28 @@ class Stack:
                 generator = torch.Generator().manual_seed(number)
                 noise = torch.randn(leaf.shape, generator=generator).to(leaf)
                 leaf.add_(noise * (0.1 * leaf.abs().mean() + 0.01))
-            # Not compiled: that would take as long as for training, and serve nothing else.
-            together = self(torch.cat([inputs] * self.clients), self._network).view(self.clients, len(inputs), -1)
+            together = self.trial(inputs)
             for client in {0, self.clients - 1}:
-                own = {
-                    name: leaf[client].to(self.model.get_parameter(name).dtype) for name, leaf in self.leaves.items()
-                }
+                own = {name: leaf[client] for name, leaf in self.leaves.items()}
                 alone = functional_call(self.model, own, (inputs,))
                 error = (together[client].double() - alone.double()).norm() / alone.double().norm().clamp(min=1e-12)
                 if not error < 0.05:
                     raise FedsieveError(f"its stacked output is off by {float(error):.2g} of its norm")
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FedsieveError(f"it does not stack: {str(error).splitlines()[0][:200]}") from None
         finally:
             for name, leaf in self.leaves.items():
                 leaf.copy_(before[name])
+
+    @torch.no_grad()
+    def trial(self, inputs: Tensor) -> Tensor:
+        """What every copy makes of `inputs` (B, ...): (clients, B, ...); refuses a network that it cannot be run on.
+
+        Not compiled: that would take as long as for training, and serve nothing else.
+        """
+        try:
+            outputs = self(torch.cat([inputs] * self.clients), self._network)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise FedsieveError(f"it does not stack: {str(error).splitlines()[0][:200]}") from None
+        return outputs.unflatten(0, (self.clients, -1))
 
 
 def computed_in(autocast: Callable[[], AbstractContextManager], device: torch.device) -> torch.dtype | None:
