@@ -90,7 +90,7 @@ def round_(
             "repeats": repeats,
             "seconds": seconds,
         }
-        return rounds(where, smoke, replace(default_plan(where, smoke), **_given(given)))
+        return rounds(where, smoke, replace(default_plan(where, smoke), **_given(given)), _say)
 
     _show("round", device, smoke, out, measure)
 
@@ -122,7 +122,7 @@ def memory(
             "sparsities": _numbers("--sparsities", sparsities, float),
             "at_most": at_most,
         }
-        return memory(where, smoke, **_given(given))
+        return memory(where, smoke, say=_say, **_given(given))
 
     _show("memory", device, smoke, out, measure)
 
@@ -290,6 +290,11 @@ def _show(name: str, device: str, smoke: bool, out: Path | None, measure: Callab
         console.print(reason, highlight=False, style="yellow", soft_wrap=True)
     if out is not None:
         write_json(out, {"benchmark": name, **vars(result), "environment": environment})
+
+
+def _say(text: str) -> None:
+    """What is measured on the way to the table, beside what the command prints."""
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 def _check_out(out: Path, name: str) -> None:

@@ -22,8 +22,12 @@ def memory(
     cohorts: Sequence[int] | None = None,
     sparsities: Sequence[float] = (0.0, 0.5, 0.9, 0.99),
     at_most: int | None = None,
+    say: Callable[[str], object] = str,
 ) -> Result:
-    """One local step, all clients at once: ViT-S/16 at 224 px on a GPU, ViT-Ti/16 at 64 px on a CPU, if not said otherwise."""
+    """One local step, all clients at once: ViT-S/16 at 224 px on a GPU, ViT-Ti/16 at 64 px on a CPU, if not said otherwise.
+
+    `say` tells of every trial.
+    """
     gpu = device.type == "cuda"
     options, batch = "{}", BATCH if gpu else 16
     network, pixels = network or ("small" if gpu else "tiny"), pixels or (224 if gpu else 64)
@@ -46,7 +50,10 @@ def memory(
     )
 
     def tried(clients: int, sparsity: float = 0.9) -> tuple[bool, float | None]:
-        return _try(backbone, options, pixels, clients, batch, sparsity, device)
+        fits, found = _try(backbone, options, pixels, clients, batch, sparsity, device)
+        peak = "" if found is None else f", peak {found / 1e6:,.0f} MB"
+        say(f"{clients} clients, sparsity {sparsity:g}: {'fits' if fits else 'does not fit'}{peak}")
+        return fits, found
 
     def add(
         what: str, sparsity: float, clients: int, found: float | None, more: float | None, dense: float | None
@@ -57,11 +64,13 @@ def memory(
         result.rows.append((what, sparsity, clients, *megabytes, ratio, share))
 
     before: tuple[int, float] | None = None
+    guess = 1
     tried(1)  # the first also takes what libraries hold from then on
     for clients in cohorts:
         found = tried(clients)[1]
         more = (found - before[1]) / (clients - before[0]) if found is not None and before else None
         add("cohort", 0.9, clients, found, more, None)
+        guess = int(total / more) if more else guess
         before = None if found is None else (clients, found)
     middle = cohorts[len(cohorts) // 2]
     dense = None
@@ -69,7 +78,7 @@ def memory(
         found = tried(middle, sparsity)[1]
         dense = dense or (found if sparsity == 0 else None)
         add("sparsity", sparsity, middle, found, None, dense)
-    largest = search(lambda clients: tried(clients)[0], most)
+    largest = search(lambda clients: tried(clients)[0], most, guess)
     stopped = ", as far as was tried" if largest == most else ""
     result.rows.append((f"largest cohort at once{stopped}", 0.9, largest, None, None, None, None))
     return result
@@ -99,12 +108,19 @@ def _try(
         return fits, found if fits else None
 
 
-def search(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, where whatever is smaller than one that fits does too; 0 if none."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+def search(fits: Callable[[int], bool], most: int, guess: int = 1) -> int:
+    """The largest number up to `most` that fits, where whatever is smaller than one that fits does too; 0 if none.
+
+    It is looked for from `guess` on, in growing steps.
+    """
+    low, high = 0, most + 1
+    at, step = min(max(guess, 1), most), max(guess // 16, 1)
+    while low < at < high:
+        if fits(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle):

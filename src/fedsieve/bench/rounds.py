@@ -229,8 +229,11 @@ def default_plan(device: torch.device, smoke: bool) -> Plan:
     return Plan() if device.type == "cuda" else Plan(("tiny",), (64,), (4,), ON_CPU, images=64, epochs=1)
 
 
-def rounds(device: torch.device, smoke: bool, plan: Plan | None = None) -> Result:
-    """Every way does the same work: peers take turns with each other, and each of ours with the fastest plain loop."""
+def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Callable[[str], object] = str) -> Result:
+    """Every way does the same work: peers take turns with each other, and each of ours with the fastest plain loop.
+
+    `say` tells of every row that is there.
+    """
     plan = plan or default_plan(device, smoke)
     limits = measure_limits(device, smoke)
     result = Result(
@@ -256,6 +259,7 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None) -> Resul
             how = PEERS[way] if way in PEERS else OURS[way][0]
             where = (name if plan.options == "{}" else "a small ViT", pixels, cohort)
             result.rows.append((*where, how, rate, taken, reference / taken, used, first))
+            say(f"{name}, {pixels} px, {cohort} clients, {how}: {rate:,.0f} images/s, first round {first:.1f} s")
     return result
 
 
