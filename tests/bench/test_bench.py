@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.end_to_end.test_command_line import fedsieve
 
+from fedsieve.bench import rounds as rounds_module
 from fedsieve.bench.commands import app
 from fedsieve.bench.frontier import frontier, read_points
 from fedsieve.bench.limits import promise, training_flops
@@ -109,6 +111,22 @@ def test_flops_are_those_of_a_vision_transformer_counted_by_hand(pixels, width, 
 def test_a_gpu_that_is_not_in_the_table_has_no_data_sheet():
     assert promise("NVIDIA H200").product > promise("NVIDIA H100 PCIe").product
     assert promise("NVIDIA GeForce GTX 1080") is None and promise("NVIDIA GH200 480GB") is None
+
+
+def test_a_peer_that_fails_is_left_out_with_a_word(monkeypatch):
+    opened = rounds_module.open_way
+
+    def open_way(way, case, device):
+        if way == "pfl":
+            raise ImportError("no such thing")
+        return opened(way, case, device)
+
+    monkeypatch.setattr(rounds_module, "open_way", open_way)
+    monkeypatch.setattr(rounds_module, "missing", lambda _: None)
+    plan = replace(rounds_module.default_plan(CPU, smoke=True), ways=("plain", "pfl", "sequential"))
+    result = rounds_module.rounds(CPU, True, plan)
+    assert [row[3] for row in result.rows] == ["plain loop", "fedsieve, one by one"]
+    assert result.skipped == ["pfl, 16 px: failed, ImportError: no such thing"]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

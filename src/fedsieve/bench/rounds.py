@@ -253,7 +253,7 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
         name, backbone = NETWORKS[network]
         case = Case(backbone, plan.options, pixels, cohort, plan.images, plan.epochs)
         flops = training_flops(case.experiment.model, pixels, "backbone")
-        for way, (taken, reference, first) in _measured(case, ways, device, plan).items():
+        for way, (taken, reference, first) in _measured(case, ways, device, plan, result.skipped).items():
             rate = case.seen / taken
             used = 100 * rate * flops / limits.peak if limits.peak else None
             how = PEERS[way] if way in PEERS else OURS[way][0]
@@ -264,12 +264,24 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
 
 
 def _measured(
-    case: Case, ways: Sequence[str], device: torch.device, plan: Plan
+    case: Case, ways: Sequence[str], device: torch.device, plan: Plan, skipped: list[str]
 ) -> dict[str, tuple[float, float, float]]:
-    """Seconds of a round in each way, of the fastest plain loop in the same turns, and of the way's first round."""
+    """Seconds of a round in each way, of the fastest plain loop in the same turns, and of the way's first round.
+
+    `skipped` hears of peers that fail: what others do must not cost the table.
+    """
+    calls: dict[str, Callable[[], object]] = {}
+    first: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
-        calls = {way: stack.enter_context(open_way(way, case, device)) for way in ways if way in PEERS}
-        first = {way: timed(call, device) for way, call in calls.items()}
+        for way in (way for way in ways if way in PEERS):
+            try:
+                calls[way] = stack.enter_context(open_way(way, case, device))
+                first[way] = timed(calls[way], device)
+            except Exception as error:
+                if way in PLAIN:
+                    raise
+                calls.pop(way, None)
+                skipped.append(f"{way}, {case.pixels} px: failed, {type(error).__name__}: {str(error)[:200]}")
         taken = alternate(calls, device, plan.repeats, plan.seconds, warm=True)
     best = min((way for way in taken if way in PLAIN), key=lambda way: taken[way])
     found = {way: (taken[way], taken[best], first[way]) for way in taken}
