@@ -256,6 +256,14 @@ def test_the_quick_gelu_and_its_gradient_are_those_of_torch(values):
         torch.testing.assert_close(own, theirs, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(("speed", "own"), [("eager", False), ("graph", False), ("full", True)])
+def test_the_quick_gelu_is_for_compilers(speed, own):
+    """Run as it is, it would take twenty passes over the widest values of the network."""
+    task = replace(make_task(double=False), autocast=lambda: torch.autocast("cpu", torch.bfloat16), speed=speed)
+    forwards = Stacked(task, None, clients=2, batch=3).stack.forwards
+    assert any(isinstance(module, nn.GELU) for module in forwards) == own
+
+
 def test_checking_whether_a_network_stacks_compiles_nothing():
     task = make_task(double=False)
     stack = Stack(task.model, task.space, None, clients=2)
