@@ -244,6 +244,16 @@ def test_rows_sections_and_claims_that_were_not_run_stand_apart(small, tmp_path)
     assert "Not in the numbers" in (out / "study.html").read_text()
 
 
+def test_what_does_not_go_with_rows_that_were_not_chosen_does_not_cost_the_page(tmp_path):
+    picky = "  - {name: a/slow, label: slow, set: {stages.all.warmup_epochs: 2}}\nsections:"
+    (tmp_path / "small.yaml").write_text(SMALL.replace("epochs: 1", "epochs: 3").replace("sections:", picky))
+    study = load_study("small", ["stages.all.epochs=1"], where=tmp_path)
+    with pytest.raises(FedsieveError, match="warmup_epochs"):
+        study.select([])
+    page = run_all(study, tmp_path / "out", seeds=1, patterns=["a/plain"]).read_text()
+    assert "Not run: tuned; diverging; slow (3 rows)" in page
+
+
 def test_a_row_of_which_only_trials_ran_says_so(small, tmp_path):
     study, out = small(), tmp_path / "out"
     run_all(study, out, seeds=1, patterns=["a/tuned"])

@@ -258,12 +258,15 @@ def read_results(study: Study, out: Path, rows: Sequence[Row], seeds: int) -> di
 
 
 def read_result(study: Study, out: Path, row: Row, seeds: int) -> Result:
-    tune = study.tune(row, study.experiment(row, 0))
+    count = min(seeds, row.seeds or seeds)
+    try:
+        tune = study.tune(row, study.experiment(row, 0))
+    except FedsieveError as error:  # what was set for other rows, which were chosen
+        return Result(row, None, [], [Outcome(out, seed, "not run", str(error)) for seed in range(count)])
     trials: list[Trial] = []
     while tune and (settings := next_settings(tune, trials, study.smoke)) is not None:
         trials.append(trial(study, row, settings, out))
     best = best_trial(trials)
-    count = min(seeds, row.seeds or seeds)
     if tune and (best is None or not all(found.over for found in trials)):
         reason = "its settings are not chosen yet"
         if trials and all(found.outcome.state == "diverged" for found in trials):
