@@ -7,7 +7,6 @@ may each be held to a part of it (`holds`). An executor gives back what moved, a
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,7 +162,7 @@ class Stacked:
             clients,
             computed_in(task.autocast, task.theta.device),
             whole=task.optimizer.rescale is not None,
-            compile=partial(compiled, speed=task.speed, model=task.model) if task.speed in COMPILING else None,
+            compile=lambda network: compiled(network, task.speed, task.model),
         )
         k = task.space.size if self.support is None else len(self.support)
         self.weights = task.theta.detach().new_zeros(clients, k)  # in place always: recorded steps read from here

@@ -26,7 +26,7 @@ class Stack:
     (clients, k). With `cast`, weights are kept in that type but for those of norms, which autocast would not cast either;
     tokens and position embeddings too, so that what they are added to does not become twice as wide in memory.
     `whole` also takes the gradients of tensors outside the support, for their norms. With `alike`, all copies have the model's own
-    weights, which take no memory then, and only their gradients differ. `compile` is what the network goes through; None: nothing.
+    weights, which take no memory then, and only their gradients differ. `compile` is what the network goes through.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Stack:
         cast: torch.dtype | None = None,
         whole: bool = False,
         alike: bool = False,
-        compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None,
+        compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda network: network,
     ) -> None:
-        self.model, self.clients, self.cast, self.fused = model, clients, cast, compile is not None
-        self.network = self._network if compile is None else compile(self._network)
+        self.model, self.clients, self.cast = model, clients, cast
+        self.network = compile(self._network)
         device = next(model.parameters()).device
         everything = torch.arange(space.size, device=device) if support is None else support
         bounds = torch.tensor(space.offsets, device=device)
@@ -127,7 +127,7 @@ class Stack:
         for path, module in self.model.named_modules():
             own = [name for name, _ in module.named_parameters(recurse=False)]
             names = {name: f"{path}.{name}".lstrip(".") for name in own}
-            if self.fused and self.cast is not None and type(module) is nn.GELU and module.approximate == "none":
+            if self.cast is not None and type(module) is nn.GELU and module.approximate == "none":
                 forwards[module] = self._gelu
                 continue
             make = next((make for kind, make in LAYERS if isinstance(module, kind)), None)
@@ -264,10 +264,10 @@ class _Gelu(torch.autograd.Function):
 def gelu(inputs: Tensor) -> Tensor:
     """x times the share of the normal distribution below x, right to 1e-6 and so exact in half precision.
 
-    A shorter formula than torch's: a GPU computes here longer than it reads and writes the layer's values. For a compiler, that is:
-    run as it is, every operation of it would read and write them.
+    Compiled, it is a shorter formula than torch's: a GPU computes here longer than it reads and writes the layer's values. Run as it
+    is, every operation of the formula would read and write them, and it is torch's own.
     """
-    return _Gelu.apply(inputs)
+    return _Gelu.apply(inputs) if torch.compiler.is_compiling() else F.gelu(inputs)
 
 
 def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
