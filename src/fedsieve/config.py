@@ -666,8 +666,8 @@ class Experiment(Strict):
     clients_at_once: Positive | None = Field(None, description="stacked: default, as many as fit in memory")
     compile: Literal["auto", "eager", "graph", "blocks", "full"] = Field(
         "auto",
-        description="graph: steps as CUDA graphs (auto: on a GPU); full: torch.compile too, the fastest once it is ready; "
-        "blocks: each kind of block compiled once, sooner ready; eager: none of these",
+        description="graph: steps as CUDA graphs; full: torch.compile too, the fastest once it is ready; blocks: each kind of block "
+        "compiled once, sooner ready; eager: none of these. auto: eager on a CPU; on a GPU graph, and full for long runs",
     )
     stages: Annotated[list[Stage], Field(min_length=1)]
     tracking: list[TrackerName] = ["tensorboard"]

@@ -1,7 +1,9 @@
 import re
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 from fedsieve import run
 from fedsieve.cli import _show_summary
@@ -10,7 +12,10 @@ from fedsieve.errors import FedsieveError
 from fedsieve.report.folder import read_run
 from fedsieve.report.html import size
 from fedsieve.report.traffic import of_dense, read_traffic
+from fedsieve.runner.estimate import images_trained
 from fedsieve.runner.plan import plan
+from fedsieve.runner.progress import Display
+from fedsieve.runner.setup import prepare
 from fedsieve.wire.ledger import lines, totals
 
 CONFIG = """
@@ -186,3 +191,32 @@ def test_a_plan_says_what_a_budget_comes_to():
     stages = "stages=[{name: all, train: all, budget: 13, local: {steps: 4}, batch_size: 16}]"
     found = planned(stages, "mask=null")
     assert "3 rounds x 3 clients x 4 steps" in found["all", ""] and "is 3 rounds, 12 steps" in found["all", ""]
+
+
+def test_the_images_that_a_run_trains_on(tiny):
+    central = tiny("stages=[{name: all, train: all, epochs: 3}]")
+    assert images_trained(central, 800) == 3 * 800
+    federated = tiny(
+        "federation={clients: 10, cohort: 0.2}", "stages=[{name: all, train: all, rounds: 5, local: {epochs: 2}}]"
+    )
+    assert images_trained(federated, 800) == 5 * 2 * 2 * 80
+    steps = tiny(
+        "federation={clients: 10, cohort: 3}",
+        "stages=[{name: all, train: all, rounds: 5, local: {steps: 4}, batch_size: 7}]",
+    )
+    assert images_trained(steps, 800) == 5 * 3 * 4 * 7
+
+
+@pytest.mark.parametrize(
+    ("device", "epochs", "asked", "speed"),
+    [
+        ("cuda", 1, "auto", "graph"),
+        ("cuda", 10**6, "auto", "full"),
+        ("cpu", 10**6, "auto", "eager"),
+        ("cuda", 1, "blocks", "blocks"),
+    ],
+)
+def test_a_gpu_compiles_where_that_pays(tiny, device, epochs, asked, speed):
+    setup = prepare(tiny(f"stages=[{{name: all, train: all, epochs: {epochs}}}]"), Display.silent())
+    experiment = setup.experiment.model_copy(update={"compile": asked})
+    assert replace(setup, device=torch.device(device), experiment=experiment).speed == speed

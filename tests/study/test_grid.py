@@ -19,7 +19,7 @@ from fedsieve.report.html import flatten
 from fedsieve.report.page import write_report
 from fedsieve.study import grid
 from fedsieve.study.definition import STUDIES, load_study
-from fedsieve.study.grid import Grid, GridDisplay, begin, claimed, cost, run_study, show_study
+from fedsieve.study.grid import Grid, GridDisplay, begin, claimed, run_study, show_study
 from fedsieve.study.page import make_table, markdown, written
 from fedsieve.study.results import read_results
 
@@ -210,20 +210,6 @@ def test_a_damaged_row_is_shown_as_missing_and_run_again(small, tmp_path):
     with pytest.raises(FedsieveError, match=r"Delete .*seed-0 to run it anew"):
         run_all(study, out, seeds=1, patterns=["a/plain"])
     assert (folder / "summary.json").exists()
-
-
-def test_costs_are_the_images_that_a_row_trains_on(tiny):
-    central = tiny("stages=[{name: all, train: all, epochs: 3}]")
-    assert cost(central, 1000) == 3 * 800  # a fifth is held out
-    federated = tiny(
-        "federation={clients: 10, cohort: 0.2}", "stages=[{name: all, train: all, rounds: 5, local: {epochs: 2}}]"
-    )
-    assert cost(federated, 1000) == 5 * 2 * 2 * 80
-    steps = tiny(
-        "federation={clients: 10, cohort: 3}",
-        "stages=[{name: all, train: all, rounds: 5, local: {steps: 4}, batch_size: 7}]",
-    )
-    assert cost(steps, 1000) == 5 * 3 * 4 * 7
 
 
 def test_rows_sections_and_claims_that_were_not_run_stand_apart(small, tmp_path):

@@ -1,4 +1,4 @@
-"""The bytes that a federated stage would send, from its formats and sizes alone."""
+"""How much a run has to do: the images it trains on, and the bytes that a federated stage would send."""
 
 import math
 from collections.abc import Mapping
@@ -190,3 +190,20 @@ def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: Peop
         exchanges=people.trainers,
         dense=dense_bytes(space),
     )
+
+
+def images_trained(experiment: Experiment, images: float) -> float:
+    """Roughly how many images a run trains on, of `images` there are to train on."""
+    return sum(_images(experiment, stage, images) for stage in experiment.stages)
+
+
+def _images(experiment: Experiment, stage: Stage, images: float) -> float:
+    if stage.train == "head" and (stage.method == "ridge" or experiment.data.transform == "resize"):
+        return images / 3  # one pass without a backward one
+    federation = experiment.federation
+    if federation is None:
+        return stage.length * images
+    clients = federation.clients or 100
+    cohort = federation.cohort if isinstance(federation.cohort, int) else max(1, round(federation.cohort * clients))
+    local = stage.local.steps * stage.batch_size if stage.local.steps else (stage.local.epochs or 1) * images / clients
+    return stage.length * cohort * local

@@ -28,6 +28,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import digest, weights_file
 from fedsieve.randomness import generator
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
+from fedsieve.runner.estimate import images_trained
 from fedsieve.runner.progress import Display
 from fedsieve.runner.shared import Shared
 from fedsieve.train.feed import Autocast, Feed, with_features
@@ -39,6 +40,9 @@ from fedsieve.train.sieve import check_sieve
 # What decides how weights are scored, and not whether a mask of so many can be made.
 SCORING = {"rule", "fisher", "calibration_rounds", "schedule", "alpha", "scale", "shrink"}
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+# Pixels that a run trains on, from which on compiling pays: 44 s cold for ViT-S/16 on an H200, which 0.5 M images of 224 px or
+# 3.5 M of 64 px win back (docs/benchmarks.md).
+WORTH_COMPILING = 2e10
 
 
 def config_digest(experiment: Experiment) -> str:
@@ -159,10 +163,13 @@ class Setup:
 
     @property
     def speed(self) -> Speed:
-        """How steps are run."""
-        if self.experiment.compile == "auto":
-            return "graph" if self.device.type == "cuda" else "eager"
-        return self.experiment.compile
+        """How steps are run: compiled, where `auto` may choose and that saves more time than it takes."""
+        if self.experiment.compile != "auto":
+            return self.experiment.compile
+        if self.device.type != "cuda":
+            return "eager"
+        pixels = self.experiment.data.size**2 * images_trained(self.experiment, len(self.train))
+        return "full" if pixels > WORTH_COMPILING else "graph"
 
     def release(self) -> None:
         """Give the model its own forward pass back, which a sparse stage may have changed."""

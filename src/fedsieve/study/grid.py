@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedsieve.config import Experiment, Stage
+from fedsieve.config import Experiment
 from fedsieve.data.exploration import explore as explore_images
 from fedsieve.data.sources import load_images
 from fedsieve.errors import Diverged, FedsieveError
@@ -30,6 +30,7 @@ from fedsieve.randomness import generator
 from fedsieve.report.explore import write_exploration
 from fedsieve.report.html import duration
 from fedsieve.runner.environment import set_deterministic
+from fedsieve.runner.estimate import images_trained
 from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display, describe
 from fedsieve.runner.setup import check_hub, preflight
@@ -228,7 +229,10 @@ class Grid:
 
     def _run_all(self) -> None:
         images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
-        costs = {row.name: cost(self.study.experiment(row, 0), images) for row in self.rows}
+        experiments = {row.name: self.study.experiment(row, 0) for row in self.rows}
+        costs = {
+            name: images_trained(found, images * (1 - found.data.val_fraction)) for name, found in experiments.items()
+        }
         with self.display.grid(self._planned(costs)):
             seeds = range(self.seeds)
             left = [(row, seed) for seed in seeds for row in self.rows if seed < (row.seeds or self.seeds)]
@@ -369,25 +373,7 @@ def explore(study: Study, out: Path, display: "GridDisplay") -> None:
         np.savez_compressed(filling / SAMPLE, images=images.images[rows].numpy(), names=names)
 
 
-# --- how much there is to do -----------------------------------------------------------------------------------------
-
-
-def cost(experiment: Experiment, images: int) -> float:
-    """Roughly how many images a run trains on: what its share of the remaining time is reckoned by."""
-    seen = images * (1 - experiment.data.val_fraction)
-    return sum(_cost(experiment, stage, seen) for stage in experiment.stages)
-
-
-def _cost(experiment: Experiment, stage: Stage, images: float) -> float:
-    if stage.train == "head" and (stage.method == "ridge" or experiment.data.transform == "resize"):
-        return images / 3  # one pass without a backward one
-    federation = experiment.federation
-    if federation is None:
-        return stage.length * images
-    clients = federation.clients or 100
-    cohort = federation.cohort if isinstance(federation.cohort, int) else max(1, round(federation.cohort * clients))
-    local = stage.local.steps * stage.batch_size if stage.local.steps else (stage.local.epochs or 1) * images / clients
-    return stage.length * cohort * local
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 class GridDisplay(Display):
