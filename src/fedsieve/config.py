@@ -435,6 +435,9 @@ class Personal(Strict):
     local: Local = Local()
     batch_size: Positive = 50
     optimizer: Optimizer = Optimizer()
+    as_trained: bool = Field(
+        False, description="local, mask: with the optimizer of the stage that trained these weights, and its rate"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "Personal":

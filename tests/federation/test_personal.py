@@ -80,6 +80,21 @@ def test_a_client_adapts_as_plain_torch_would(federated, running, method):
     assert accuracy[1] == pytest.approx(np.average(by_class, weights=held[1]), abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("methods", "overrides"), [(("local", "mask"), SPARSE), (("local",), ()), (("head", "norms"), SPARSE)]
+)
+def test_clients_may_train_on_as_the_stage_did(federated, running, methods, overrides):
+    """What the stage trained moves at the stage's rate, all else at the rate that was given."""
+    given = "federation.personal={local: {steps: 1}, as_trained: true, optimizer: {lr: %g}}"
+    found = {lr: running(federated(*overrides, given % lr, "stages.all.rounds=1")) for lr in (0.0001, 0.5)}
+    for method in methods:
+        models = {lr: personal(run, [2]) for lr, run in found.items()}
+        for one in models.values():
+            one.accuracies(method)
+        first, second = (one.weights[2] for one in models.values())
+        assert bool(changed(first, second)) == (method in ("head", "norms"))
+
+
 def test_a_weighted_test_is_what_drawn_test_sets_give_on_average(federated, running):
     found = running(federated(PERSONAL, "stages.all.rounds=2", "federation.partition={kind: dirichlet, alpha: 0.5}"))
     models, counts = personal(found, [0, 3]), found.context.population.counts

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsieve.config import Correction, PersonalMethod, Sieve
+from fedsieve.config import Correction, Optimizer, PersonalMethod, Sieve
 from fedsieve.data.partitions import label_weights
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.blending import blended
@@ -99,6 +99,12 @@ class PersonalModels:
         assert stage is not None
         return ParamSpace.of(self.model, trainable_names(self.model, stage.train))
 
+    def _optimizer(self, method: PersonalMethod) -> Optimizer:
+        stage = {"mask": self.sparse, "local": self.stage}.get(method)
+        if stage is None or stage.method == "ridge" or not self.settings.as_trained:
+            return self.settings.optimizer
+        return stage.optimizer
+
     def _blended(self, start: Tensor) -> Iterator[tuple[int, Tensor]]:
         for number, client in enumerate(self.clients):
             yield number, blended(self.context, start, client, self.stage.name)
@@ -110,7 +116,7 @@ class PersonalModels:
         context, settings, seed = self.context, self.settings, self.context.experiment.seed
         sieve = self._own_sieve(method)
         start = theta.detach().clone() if support is None else theta.detach()[support]
-        forward, optimizer = self._on(feed), settings.optimizer
+        forward, optimizer = self._on(feed), self._optimizer(method)
         task = Task(forward, space, theta, feed, optimizer, Correction(), context.autocast, context.speed)
         executor = cohort_executor(
             context,
