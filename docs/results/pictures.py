@@ -108,7 +108,9 @@ def start() -> str:
         runs = table(f"studies/{study}-runs.csv")
         for rule in ("most_sensitive", "least_sensitive", "random", "high_magnitude"):
             names.append(f"{label}: {rule.replace('_', ' ')}")
-            row = form.format(rule).replace("high_magnitude-tensor", "high_magnitude-global")  # the one with three seeds
+            row = form.format(rule).replace(
+                "high_magnitude-tensor", "high_magnitude-global"
+            )  # the one with three seeds
             points.append(point(None, [run for run in runs if run["row"] == row]))
     return dots(names, points, ACCURACY, percent, None)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
+from fedsieve.wire import bits
 from fedsieve.wire.bits import MessageError, entropy, pack, pack_mask, unpack, unpack_mask
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
@@ -107,3 +108,22 @@ def test_counts_beyond_their_tensor_are_refused():
         unpack(bytes([201]), [200])
     with pytest.raises(MessageError, match="cannot be"):
         unpack(b"", [200])
+
+
+def test_a_mask_that_is_sent_again_is_not_coded_again(monkeypatch):
+    """As every round with newcomers does. Each `within` is a code of its own, and other bytes are never taken for known ones."""
+    coded = []
+    monkeypatch.setattr(bits, "pack", lambda *given: coded.append(1) or pack(*given))
+    generator = torch.Generator().manual_seed(5)
+    space = ParamSpace(("w",), ((1000,),))
+    active = torch.rand(space.size, generator=generator)
+    mask, wide = (Mask.from_bool(space, active < share) for share in (0.1, 0.5))
+    for within in (None, wide):
+        coded.clear()
+        data = [pack_mask(Mask(space, mask.bits), within) for _ in range(3)]
+        assert [unpack_mask(one, space, within) for one in data] == [mask] * 3
+        assert len(coded) == 2  # once, and once more to check what was decoded
+    with pytest.raises(MessageError):
+        unpack_mask(data[0][:-4], space, wide)
+    with pytest.raises(MessageError):
+        unpack_mask(data[0][:-4], space, wide)

@@ -18,7 +18,7 @@ from fedsieve.model.build import build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.wire.bits import entropy
-from fedsieve.wire.codec import Coding, decode, dense_bytes, encode, limit_bytes
+from fedsieve.wire.codec import Coding, decode, dense_bytes, encode, forget, limit_bytes
 from fedsieve.wire.values import BITS, Format, largest
 
 SMALL = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -90,9 +90,18 @@ def make_ways(space: ParamSpace, device: torch.device) -> dict[str, Way]:
         if coding.top_k is not None:
             back = torch.where(largest(values[None], coding.kept(count))[0], values, 0)
             limit += entropy([coding.kept(count)], [count]) / 8
+
+        def write() -> bytes:
+            forget()
+            return encode(values, coding, over, round=0, client=0, key=1, enclose=enclose)
+
+        def read(message: bytes) -> Tensor:
+            forget()
+            return decode(message, coding, expected, enclosed=enclose, device=device).values
+
         return Way(
-            partial(encode, values, coding, over, round=0, client=0, key=1, enclose=enclose),
-            lambda message: decode(message, coding, expected, enclosed=enclose, device=device).values,
+            write,
+            read,
             back,
             {"fp32": 0.0, "coo": 0.0, "fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, "int4": 0.2}.get(coding.format, 2.0),
             limit,

@@ -5,6 +5,7 @@ Eight weights are one symbol, which is ten times as fast as one by one and waste
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import constriction
@@ -25,6 +26,8 @@ class MessageError(FedsieveError):
         self.reason = reason
 
 
+# One mask for all is sent to every newcomer, round after round: the last few are not made again.
+@lru_cache(maxsize=4)
 def pack_mask(mask: Mask, within: Mask | None = None) -> bytes:
     """The mask as bytes; with `within`, a known superset, only as a choice among its weights."""
     active = mask.to_bool().numpy()
@@ -37,6 +40,12 @@ def pack_mask(mask: Mask, within: Mask | None = None) -> bytes:
 
 def unpack_mask(data: bytes | memoryview, space: ParamSpace, within: Mask | None = None) -> Mask:
     """The mask that `pack_mask` made these bytes of."""
+    return unpacked(bytes(data), space, within)
+
+
+@lru_cache(maxsize=4)
+def unpacked(data: bytes, space: ParamSpace, within: Mask | None) -> Mask:
+    """See `unpack_mask`."""
     if within is not None:
         within.check(space)
     active = unpack(data, _sizes(space, within))

@@ -29,6 +29,7 @@ from fedsieve.wire.bits import (
     unpack,
     unpack_counts,
     unpack_mask,
+    unpacked,
 )
 from fedsieve.wire.values import BITS, Coding, Format, dequantise, finite, fits, largest, quantise
 
@@ -365,6 +366,12 @@ def _section(over: Mask | ParamSpace, coding: Coding, enclose: bool, within: Mas
     if isinstance(over, ParamSpace):
         raise FedsieveError("the values of a whole space have no mask to enclose")
     return pack_mask(over, within)
+
+
+def forget() -> None:
+    """Let go of masks that were coded lately, so that coding one takes what it takes for the first time."""
+    for known in (pack_mask, unpacked, _coordinates):
+        known.cache_clear()
 
 
 @lru_cache(maxsize=2)
