@@ -124,6 +124,15 @@ def chosen_executor(experiment: Experiment, device: torch.device) -> str:
     return experiment.executor
 
 
+def chosen_speed(experiment: Experiment, device: torch.device, images: float) -> Speed:
+    """How steps on so many images are run: compiled, where `auto` may choose and that saves more time than it takes."""
+    if experiment.compile != "auto":
+        return experiment.compile
+    if device.type != "cuda":
+        return "eager"
+    return "full" if images * experiment.data.size**2 > WORTH_COMPILING else "graph"
+
+
 def blank_model(experiment: Experiment, classes: int) -> Classifier:
     """The experiment's network without memory for its weights, shown to take images of the asked size."""
     size, bare = experiment.data.size, experiment.model.model_copy(update={"weights": "none"})
@@ -163,13 +172,8 @@ class Setup:
 
     @property
     def speed(self) -> Speed:
-        """How steps are run: compiled, where `auto` may choose and that saves more time than it takes."""
-        if self.experiment.compile != "auto":
-            return self.experiment.compile
-        if self.device.type != "cuda":
-            return "eager"
-        pixels = self.experiment.data.size**2 * images_trained(self.experiment, len(self.train))
-        return "full" if pixels > WORTH_COMPILING else "graph"
+        """How steps are run."""
+        return chosen_speed(self.experiment, self.device, images_trained(self.experiment, len(self.train)))
 
     def release(self) -> None:
         """Give the model its own forward pass back, which a sparse stage may have changed."""

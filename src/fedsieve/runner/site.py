@@ -23,7 +23,7 @@ from fedsieve.model.weights import digest
 from fedsieve.randomness import generator
 from fedsieve.runner.federated import populate
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import Setup, chosen_executor, config_digest, prepare
+from fedsieve.runner.setup import Setup, chosen_executor, chosen_speed, config_digest, prepare
 from fedsieve.wire.envelope import unwrap, wrap
 from fedsieve.wire.ledger import Ledger
 
@@ -136,7 +136,7 @@ def _open(place: Place, folder: Path) -> Site:
         train=train,
         validation=setup.validation,
         autocast=setup.autocast,
-        speed=setup.speed,
+        speed=chosen_speed(experiment, setup.device, images=0),  # few, of all that a federation trains on
         executor=chosen_executor(experiment, setup.device),
         ledger=cast(Ledger, None),  # the server keeps it; a site has its log
         store=ClientStore(folder / "memory"),
