@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 FIGURES = {
     "drift": {"5-1": "by-round", "7-1": "by-sparsity", "11-1": "of-clients"},
     "overlap": {"4-1": "by-block"},
+    "messages": {"10-2": "bytes"},  # drift, its messages/* alone
 }
 
 
