@@ -443,6 +443,8 @@ class Personal(Strict):
     def _check(self) -> "Personal":
         if len(set(self.methods)) != len(self.methods):
             raise ValueError("methods: one is named twice")
+        if self.as_trained and not {"local", "mask"} & set(self.methods):
+            raise ValueError("as_trained goes with the methods local and mask: the others have no stage to train as")
         return self
 
 

@@ -265,6 +265,10 @@ def test_a_ridge_head_can_be_adapted_too(federated, tmp_path):
         (["federation.personal={methods: [blend]}"], "needs federation.blend: true"),
         (["federation.personal={methods: [mask]}"], "no stage has any"),
         (["federation.personal={methods: [head, head]}"], "named twice"),
+        (
+            ["federation.personal={methods: [head], as_trained: true}"],
+            "as_trained goes with the methods local and mask",
+        ),
         (["federation.personal={methods: []}"], "federation.personal.methods"),
         (["federation.client_validation=1.0"], "client_validation"),
         (
