@@ -108,10 +108,7 @@ def start() -> str:
         runs = table(f"studies/{study}-runs.csv")
         for rule in ("most_sensitive", "least_sensitive", "random", "high_magnitude"):
             names.append(f"{label}: {rule.replace('_', ' ')}")
-            row = form.format(rule).replace(
-                "high_magnitude-tensor", "high_magnitude-global"
-            )  # the one with three seeds
-            points.append(point(None, [run for run in runs if run["row"] == row]))
+            points.append(point(None, [run for run in runs if run["row"] == form.format(rule)]))
     return dots(names, points, ACCURACY, percent, None)
 
 
@@ -133,8 +130,77 @@ def privacy() -> str:
     return lines(series, "epsilon", ACCURACY, None, False)
 
 
+def named(study: str, names: Mapping[str, str]) -> str:
+    """Rows of a study, by the names they are shown with."""
+    runs = table(f"studies/{study}-runs.csv")
+    points = [point(None, [run for run in runs if run["row"] == row]) for row in names.values()]
+    return dots(list(names), points, ACCURACY, percent, None)
+
+
+def chance() -> str:
+    rules = {"random": "random", "largest": "high_magnitude", "most sensitive": "most_sensitive"}
+    rules |= {"least sensitive": "least_sensitive"}
+    names = {f"{s} frozen: {name}": f"rules/{rule}-tensor-s{s}" for s in (0.9, 0.99) for name, rule in rules.items()}
+    return named("beyond", {"everything": "rules/dense"} | names)
+
+
+def ways() -> str:
+    kinds = {"everything": "full", "a tenth, largest": "sparse-high_magnitude", "a tenth, random": "sparse-random"}
+    kinds |= {"LoRA": "lora", "head alone": "linear"}
+    places = {"IID": "iid", "1 class": "nc1"}
+    return named(
+        "personalization",
+        {f"{where}: {name}": f"{kind}/{key}" for where, key in places.items() for name, kind in kinds.items()},
+    )
+
+
+def server() -> str:
+    kinds = {"mean": "sgd", "momentum": "momentum", "Yogi": "yogi", "Adam": "adam", "Adagrad": "adagrad"}
+    return named("beyond", {name: f"server/{kind}" for name, kind in kinds.items()})
+
+
+def corrections() -> str:
+    kinds = {"none": "none", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "FedNTD": "fedntd"}
+    parts = {"a tenth": "sparse", "everything": "dense"}
+    return named(
+        "corrections",
+        {f"{part}: {name}": f"correction/{kind}-{key}" for part, key in parts.items() for name, kind in kinds.items()},
+    )
+
+
+def hostile() -> str:
+    attacks = {"nobody": "nobody", "updates times -10": "sign_flip", "wrong labels": "label_flip"}
+    rules = {"mean": "mean", "median": "median", "trimmed mean": "trimmed_mean", "multi-Krum": "multi_krum"}
+    rules |= {"geometric median": "geometric_median"}
+    return named(
+        "corrections",
+        {f"{who}: {name}": f"hostile/{key}-{rule}" for who, key in attacks.items() for name, rule in rules.items()},
+    )
+
+
+def taking() -> str:
+    runs = table("studies/beyond-runs.csv")
+    shares = ("0.03", "0.1", "0.3", "1.0")
+    found = [point(share, [run for run in runs if run["row"] == f"participation/{share}"]) for share in shares]
+    return lines({"0.9 frozen, 1 class per client": found}, "share of clients in a round", ACCURACY, None, False)
+
+
 if __name__ == "__main__":
-    for draw in (rules, start, skew, cost, overlap, sums, privacy):
+    for draw in (
+        rules,
+        start,
+        chance,
+        skew,
+        cost,
+        overlap,
+        sums,
+        privacy,
+        ways,
+        server,
+        corrections,
+        hostile,
+        taking,
+    ):
         target = HERE / "pictures" / f"{draw.__name__}.svg"
         target.parent.mkdir(exist_ok=True)
         target.write_text(draw())

@@ -248,6 +248,15 @@ def test_hybrid_ranks_of_many_scores_equal_scipys_to_the_bit(step):
     assert np.array_equal(hybrid(fisher, weights).numpy(), expected)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scale", ["ranks", "max"])
+def test_a_gpu_ranks_as_a_cpu_does(scale):
+    fisher, weights = (torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)) * 100).round() / 100
+    among = torch.rand(50_000, generator=torch.Generator().manual_seed(1)) < 0.8
+    expected = hybrid(fisher, weights, among=among, scale=scale)
+    assert torch.equal(hybrid(fisher.cuda(), weights.cuda(), among=among, scale=scale).cpu(), expected)
+
+
 def test_hybrid_by_the_largest_and_its_errors():
     fisher, magnitude = torch.tensor([0.0, 2.0, 4.0, 100.0]), torch.tensor([3.0, 0.0, 1.0, 100.0])
     among = torch.tensor([True, True, True, False])

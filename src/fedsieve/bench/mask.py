@@ -21,7 +21,7 @@ BATCH = 100
 
 
 def mask(device: torch.device, smoke: bool) -> Result:
-    """ViT-S/16 at 64 px: 5,000 images on a GPU, 100 on a CPU; then calibration of its 22 M weights on the host."""
+    """ViT-S/16 at 64 px: 5,000 images on a GPU, 100 on a CPU; then calibration of its 22 M weights there."""
     images = 20 if smoke else 5_000 if device.type == "cuda" else 100
     options = SMALL if smoke else {}
     name = "vit_small_patch16_224"
@@ -38,7 +38,7 @@ def mask(device: torch.device, smoke: bool) -> Result:
     result = Result(
         ("what", "images", "seconds", "images/s", "ratio", "of a product's speed, %"),
         note=f"{name} at 64 px, {space.size:,} weights; per-sample gradients are computed in fp32, those of a batch in the "
-        "training precision; calibration is ranking, selection and packing to sparsity 0.9, on the host, all of its rounds together, "
+        "training precision; calibration is ranking, selection and packing to sparsity 0.9, all of its rounds together, "
         "from scores that are there. Ratios, taken in turns: to Fisher per batch, and to one round with one score.",
         limit=limits.sentence(),
     )
@@ -55,13 +55,13 @@ def mask(device: torch.device, smoke: bool) -> Result:
         rate = images / seconds
         used = 100 * rate * flops / limits.product
         result.rows.append((f"Fisher per {per}", images, seconds, rate, seconds / taken["batch"], used))
-    on_host = calls["batch"]().cpu()
-    weights = magnitude(space.read(model)).cpu()
+    found = calls["batch"]()
+    weights = magnitude(space.read(model))
 
     def ranked(active: Mask, _: int) -> torch.Tensor:
-        return hybrid(on_host, weights, among=active.to_bool())
+        return hybrid(found, weights, among=active.to_bool())
 
-    scores = {"one score": lambda *_: on_host, "hybrid ranks": ranked}
+    scores = {"one score": lambda *_: found, "hybrid ranks": ranked}
     calibrations = {
         f"calibration, {rounds} round{'s' if rounds > 1 else ''}, {kind}": partial(
             calibrate, scored, space, sparsity=0.9, rule="least_sensitive", rounds=rounds

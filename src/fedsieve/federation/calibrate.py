@@ -72,7 +72,7 @@ def one_mask(
             f"{mask.count:,} of {space.size:,} weights active"
         )
 
-    return calibrated(sieve, context.model, space, noting, said), last[0]
+    return calibrated(sieve, context.model, space, noting, said), last[0].cpu()
 
 
 def _summed_scores(
@@ -110,9 +110,8 @@ def _summed_scores(
 
         told = {"number": number, "among": count, "address": address, "over": active.id}
         total, seen = sum_over_clients(channel, "scores", round, active, parts(), clients=scoring, told=lambda _: told)
-        scores = torch.zeros(space.size)
-        scores[places] = (total / seen).float().cpu()
-        return scores
+        scores = torch.zeros(space.size, device=total.device)
+        return scores.index_copy_(0, places.to(total.device), (total / seen).float())
 
     return sensitivity
 
@@ -126,7 +125,7 @@ def _public_scores(context: Context, space: ParamSpace, sieve: Sieve, address: t
         part, seen = squared_gradients(
             sieve, context.model, space, held, active, number, rows, context.autocast, context.experiment.seed, *address
         )
-        return (part / seen).float().cpu()
+        return (part / seen).float()
 
     return sensitivity
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsieve.config import Allocation, Granularity, RuleName
 from fedsieve.errors import FedsieveError, did_you_mean
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.selection import can_last, check_request, group_ids, ordered, select
+from fedsieve.mask.selection import can_last, check_request, group_ids, select, true_places
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 
@@ -172,37 +172,34 @@ def hybrid(
         raise FedsieveError(f"mask.alpha: {alpha:g} is not in [0, 1]")
     if scale not in ("ranks", "max"):
         raise FedsieveError(f'mask.scale: "{scale}" is not one of ranks, max')
-    inside = np.ones(len(fisher), dtype=np.bool_) if among is None else among.cpu().numpy()
-    to_unit = _ranks if scale == "ranks" else _over_max
-    parts = [scores.detach().cpu().float().numpy()[inside] for scores in (fisher, magnitude)]
-    if any(np.isnan(part).any() for part in parts):
+    inside = torch.ones_like(fisher, dtype=torch.bool) if among is None else among.to(fisher.device)
+    places = true_places(inside)
+    parts = [scores.detach().to(fisher.device).float().index_select(0, places) for scores in (fisher, magnitude)]
+    if any(part.isnan().any() for part in parts):
         raise FedsieveError("some scores are not numbers (NaN); the model or the data is broken", 1)
-    combined = np.zeros(len(fisher))
-    combined[inside] = alpha * to_unit(parts[0]) + (1 - alpha) * to_unit(parts[1])
-    return torch.from_numpy(combined).to(fisher.device)
+    ours, theirs = map(_ranks if scale == "ranks" else _over_max, parts)
+    combined = torch.zeros(len(fisher), dtype=torch.float64, device=fisher.device)
+    return combined.index_copy_(0, places, ours.mul_(alpha).add_(theirs.mul_(1 - alpha)))
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Mean ranks scaled to [0, 1]."""
-    # Zero has two signs and one rank. torch sorts whole numbers, places and all, five times as fast as floats.
-    keys = ordered(values + 0.0) ^ np.uint32(1 << 31)
-    scores, places = (part.numpy() for part in torch.from_numpy(keys.view(np.int32)).sort())
-    ranks = np.arange(len(values), dtype=np.float64)
-    again = np.zeros(len(values) + 1, dtype=np.bool_)  # whether a score is that before it; the last is before nothing
-    np.equal(scores[1:], scores[:-1], out=again[1:-1])
-    tied = np.flatnonzero(again[:-1] | again[1:])
-    starts = np.flatnonzero(~again[tied])
-    lengths = np.diff(starts, append=len(tied))
-    ranks[tied] = np.repeat(tied[starts] + (lengths - 1) / 2, lengths)
-    ranks /= max(len(values) - 1, 1)
-    unsorted = np.empty_like(ranks)
-    unsorted[places] = ranks
-    return unsorted
+def _ranks(values: Tensor) -> Tensor:
+    """Mean ranks scaled to [0, 1], float64."""
+    # Zero has two signs and one rank. Floats as whole numbers in the same order: torch sorts those five times as fast on a CPU.
+    bits = (values + 0.0).view(torch.int32)
+    scores, places = (bits ^ (bits >> 31 & 0x7FFFFFFF)).sort()
+    ranks = torch.arange(len(values), dtype=torch.float64, device=values.device)
+    again = torch.zeros(len(values) + 1, dtype=torch.bool, device=values.device)  # whether a score is that before it
+    torch.eq(scores[1:], scores[:-1], out=again[1:-1])
+    tied = true_places(again[:-1] | again[1:])
+    starts = true_places(~again.index_select(0, tied))
+    lengths = starts.diff(append=starts.new_tensor([len(tied)]))
+    ranks.index_copy_(0, tied, ((2 * tied[starts] + lengths - 1).double() / 2).repeat_interleave(lengths))
+    return torch.empty_like(ranks).index_copy_(0, places, ranks.div_(max(len(values) - 1, 1)))
 
 
-def _over_max(values: np.ndarray) -> np.ndarray:
-    largest = values.max(initial=0)
-    return values / largest if largest > 0 else values
+def _over_max(values: Tensor) -> Tensor:
+    values = values.double()
+    return values / largest if len(values) and (largest := values.amax()) > 0 else values
 
 
 def _kinds(model: nn.Module) -> dict[str, set[str]]:

@@ -250,11 +250,11 @@ def _select_weights(
     keep = torch.zeros_like(active)
     for unit, number in zip(units, seats, strict=True):
         # Places, not bools: gathering by them is several times faster.
-        parts = [_places(active[slice(*space.offsets[i : i + 2])]).add_(space.offsets[i]) for i in unit]
+        parts = [true_places(active[slice(*space.offsets[i : i + 2])]).add_(space.offsets[i]) for i in unit]
         reserved = torch.cat([_best(values, part, floors[i]) for i, part in zip(unit, parts, strict=True)])
         keep.index_fill_(0, reserved, True)
         places = torch.cat(parts)
-        free = places.index_select(0, _places(~keep.index_select(0, places))) if len(reserved) else places
+        free = places.index_select(0, true_places(~keep.index_select(0, places))) if len(reserved) else places
         keep.index_fill_(0, _best(values, free, number - len(reserved)), True)
     return keep
 
@@ -303,12 +303,12 @@ def _best(scores: Tensor, places: Tensor, k: int) -> Tensor:
         return places if k > 0 else places[:0]
     values = scores.index_select(0, places)
     threshold = values.min() if k == 1 else kth(values, k)
-    below = _places(values < threshold)
-    equal = _places(values == threshold)[: k - len(below)]
+    below = true_places(values < threshold)
+    equal = true_places(values == threshold)[: k - len(below)]
     return places.index_select(0, torch.cat([below, equal]))
 
 
-def _places(chosen: Tensor) -> Tensor:
+def true_places(chosen: Tensor) -> Tensor:
     """Where a bool vector is true, ascending."""
     if chosen.is_cuda:
         return chosen.nonzero().flatten()
@@ -321,7 +321,7 @@ def kth(scores: Tensor, k: int) -> Tensor:
     Linear for any input: quickselects are slow on the many equal scores of real models (np.partition: 10 times).
     """
     if scores.is_cuda:
-        return scores.kthvalue(k).values
+        return scores.sort().values[k - 1]  # kthvalue has one block of threads look at all of them
     values = scores.numpy()
     keys = ordered(values)
     for shift in range(values.itemsize * 8 - 16, -1, -16):

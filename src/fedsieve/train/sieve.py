@@ -36,7 +36,7 @@ def make_mask(
 
     def sensitivity(active: Mask, number: int) -> Tensor:
         total, count = squared_gradients(sieve, model, space, feed, active, number, examples, autocast, seed, stage)
-        return (total / count).float().cpu()
+        return (total / count).float()
 
     examples = generator(seed, "fisher rows", stage).permutation(len(feed))[: sieve.fisher.samples]
     return calibrated(sieve, model, space, scorer(sieve, model, space, sensitivity, seed, stage), on_round)
@@ -81,12 +81,11 @@ def scorer(
             return random_scores(space, seed, *address)
         if rule.score == "fisher":
             return sensitivity(active, number)
-        weights = magnitude(space.read(model)).cpu()
+        weights = magnitude(space.read(model))
         if rule.score == "magnitude":
             return weights
-        return hybrid(
-            sensitivity(active, number).cpu(), weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool()
-        )
+        found = sensitivity(active, number)
+        return hybrid(found, weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool())
 
     return score
 
