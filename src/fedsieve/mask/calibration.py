@@ -77,11 +77,11 @@ def maskable(space: ParamSpace, model: nn.Module, kinds: Literal["all"] | Sequen
             f'mask.kinds: "{kind}" is not a kind.{did_you_mean(kind, KINDS)} Allowed: all, {", ".join(KINDS)}'
         )
     found = _kinds(model)
-    taking = torch.zeros(space.size, dtype=torch.bool)
-    for name, start, end in zip(space.names, space.offsets, space.offsets[1:], strict=False):
+    for name in space.names:
         if name not in found:
             raise FedsieveError(f"mask.kinds: the model has no parameter {name}")
-        taking[start:end] = bool(found[name] & wanted)
+    chosen = np.array([bool(found[name] & wanted) for name in space.names], dtype=np.bool_)
+    taking = torch.from_numpy(chosen.repeat(np.diff(space.offsets)))
     if space.size and not taking.any():
         raise FedsieveError(f"mask.kinds: no trained weight is of kind {', '.join(sorted(wanted))}")
     return taking

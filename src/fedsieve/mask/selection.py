@@ -4,6 +4,7 @@ A CPU and a GPU choose the same weights from the same scores, ties included.
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -250,13 +251,38 @@ def _select_weights(
     keep = torch.zeros_like(active)
     for unit, number in zip(units, seats, strict=True):
         # Places, not bools: gathering by them is several times faster.
-        parts = [true_places(active[slice(*space.offsets[i : i + 2])]).add_(space.offsets[i]) for i in unit]
-        reserved = torch.cat([_best(values, part, floors[i]) for i, part in zip(unit, parts, strict=True)])
-        keep.index_fill_(0, reserved, True)
-        places = torch.cat(parts)
-        free = places.index_select(0, true_places(~keep.index_select(0, places))) if len(reserved) else places
-        keep.index_fill_(0, _best(values, free, number - len(reserved)), True)
+        parts = [slice(*space.offsets[index : index + 2]) for index in unit]
+        whole = len(unit) == len(counts)
+        places = true_places(active) if whole else torch.cat([true_places(active[p]).add_(p.start) for p in parts])
+        lengths, least = ([per[index] for index in unit] for per in (counts, floors))
+        keep.index_fill_(0, places[_best_with_floors(values.index_select(0, places), number, lengths, least)], True)
     return keep
+
+
+def _best_with_floors(values: Tensor, k: int, lengths: Sequence[int], floors: Sequence[int]) -> Tensor:
+    """The places of the best k values after the best of each of the parts they lie in, as many as its floor says.
+
+    Where the best of all leave no part below its floor, they are the answer. Otherwise the best of those parts that were are
+    reserved, and only theirs: the others' are among the best of the rest anyway.
+    """
+    ends = list(itertools.accumulate(lengths, initial=0))
+    reserved: dict[int, Tensor] = {}
+    while True:
+        kept = torch.zeros_like(values, dtype=torch.bool)
+        for places in reserved.values():
+            kept.index_fill_(0, places, True)
+        free = true_places(~kept) if reserved else None
+        best = _best(values, free, k - sum(map(len, reserved.values())))
+        kept.index_fill_(0, best, True)
+        host = kept.cpu().numpy()
+        short = [
+            part for part, floor in enumerate(floors) if np.count_nonzero(host[slice(*ends[part : part + 2])]) < floor
+        ]
+        if not short:
+            return true_places(kept)
+        for part in short:
+            first, last = ends[part : part + 2]
+            reserved[part] = _best(values[first:last], None, floors[part]).add_(first)
 
 
 def _select_groups(
@@ -297,15 +323,16 @@ def _select_groups(
     return keep
 
 
-def _best(scores: Tensor, places: Tensor, k: int) -> Tensor:
-    """Of `places`, the k where the scores are lowest, of equal ones the first."""
-    if k <= 0 or k >= len(places):
-        return places if k > 0 else places[:0]
-    values = scores.index_select(0, places)
-    threshold = values.min() if k == 1 else kth(values, k)
-    below = true_places(values < threshold)
-    equal = true_places(values == threshold)[: k - len(below)]
-    return places.index_select(0, torch.cat([below, equal]))
+def _best(scores: Tensor, places: Tensor | None, k: int) -> Tensor:
+    """Of `places` (default: all), the k where the scores are lowest, of equal ones the first."""
+    values = scores if places is None else scores.index_select(0, places)
+    if k <= 0 or k >= len(values):
+        found = torch.arange(len(values) if k > 0 else 0, device=scores.device)
+    else:
+        threshold = values.min() if k == 1 else kth(values, k)
+        below = true_places(values < threshold)
+        found = torch.cat([below, true_places(values == threshold)[: k - len(below)]])
+    return found if places is None else places.index_select(0, found)
 
 
 def true_places(chosen: Tensor) -> Tensor:
@@ -351,8 +378,8 @@ def _units(space: ParamSpace, allocation: str) -> list[list[int]]:
 
 
 def _per_tensor(active: Tensor, space: ParamSpace) -> list[int]:
-    counts = [active[a:b].count_nonzero() for a, b in zip(space.offsets, space.offsets[1:], strict=False)]
-    return torch.stack(counts).tolist() if counts else []
+    host = active.cpu().numpy()
+    return [int(np.count_nonzero(host[a:b])) for a, b in zip(space.offsets, space.offsets[1:], strict=False)]
 
 
 def _floors(counts: list[int], floor: int) -> list[int]:
