@@ -1,6 +1,7 @@
 """Files that are either wholly there or not there at all."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -12,8 +13,14 @@ from typing import Any
 
 
 def write_atomic(path: Path, content: bytes | str, private: bool = False) -> None:
-    """Write a file so that a reader, or a kill at any moment, sees the old content or the new, never a part."""
+    """Write a file so that a reader, or a kill at any moment, sees the old content or the new, never a part.
+
+    A link stays and its target is written; what is there and no regular file stays as it is.
+    """
     data = content.encode() if isinstance(content, str) else content
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "there is something that is no regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,6 +1,8 @@
 """Every benchmark in miniature, as a user calls it: that it works and is right. Times are never asserted."""
 
 import json
+import os
+import shutil
 import sys
 from dataclasses import replace
 
@@ -11,16 +13,17 @@ from hypothesis import strategies as st
 from tests.end_to_end.test_command_line import fedsieve
 
 from fedsieve.bench import rounds as rounds_module
-from fedsieve.bench.commands import app
-from fedsieve.bench.frontier import frontier, read_points
+from fedsieve.bench.commands import _numbers, app
+from fedsieve.bench.frontier import DIVERGED, frontier, read_points
 from fedsieve.bench.limits import promise, training_flops
-from fedsieve.bench.memory import host_bytes, search
+from fedsieve.bench.memory import _try, host_bytes, search
 from fedsieve.bench.peers import missing
 from fedsieve.bench.result import alternate, shown
 from fedsieve.bench.rounds import SMALL, Case, PlainClient, flower_client, pfl_case
 from fedsieve.bench.wire import make_ways
 from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
+from fedsieve.files import write_json
 from fedsieve.model.space import ParamSpace
 
 CPU = torch.device("cpu")
@@ -51,15 +54,24 @@ def test_the_list_names_every_benchmark(capsys):
     "words",
     [
         ("round", "--pixels", "64,x"),
-        ("round", "--cohorts", "0"),
+        ("round", "--pixels", "8"),  # less than a patch
+        ("round", "--cohorts", "2,00"),
+        ("round", "--seconds", "nan"),
         ("round", "--ways", "plian"),
         ("round", "--ways", "stacked"),  # nothing to compare with
         ("round", "--seconds", "-1"),
         ("memory", "--network", "huge"),
         ("memory", "--network", "small,tiny"),  # which of them?
-        ("memory", "--sparsities", "-1"),
+        ("memory", "--sparsities", "1.5"),
+        ("memory", "--pixels", "17"),
+        ("overhead", "--peers", "none,pfl"),
         ("start", "data.sise=3"),
+        ("start", "device=cpu"),
+        ("frontier", "seed=3"),
+        ("frontier", "--rates", "0"),
+        ("frontier", "--folder", __file__),
         ("frontier", "--methods", "sparse"),
+        ("lst",),
         ("wire", "--device", "tpu"),
         ("wire", "--device", "meta"),
         ("wire", "--out", "/proc/result.json"),
@@ -69,6 +81,48 @@ def test_the_list_names_every_benchmark(capsys):
 def test_a_wrong_setting_is_answered_before_anything_is_measured(words, capsys):
     assert fedsieve("bench", *words, "--smoke") == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_numbers_are_read_as_numbers():
+    assert _numbers("--rates", "1e-3, 0.1,0.100", "", lambda rate: rate > 0, float) == (0.001, 0.1)
+
+
+def test_what_is_no_regular_file_is_not_replaced_and_a_link_is_followed(tmp_path, capsys):
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link.json", tmp_path / "target.json"
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    assert fedsieve("bench", "fuzz", "--smoke", "--out", pipe) == 2
+    assert "no regular file" in capsys.readouterr().err and pipe.is_fifo()
+    with pytest.raises(FileExistsError):
+        write_json(pipe, {})
+    write_json(link, {"new": 1})
+    assert link.is_symlink() and json.loads(target.read_text()) == {"new": 1}
+
+
+@pytest.mark.parametrize(
+    "raised", [KeyboardInterrupt(), FedsieveError("stopped. `fedsieve resume /tmp/x` goes on", 130)]
+)
+def test_a_benchmark_that_is_stopped_says_so_and_nothing_of_folders_that_vanish(raised, monkeypatch, capsys):
+    def stop(*_):
+        raise raised
+
+    monkeypatch.setattr("fedsieve.bench.distributed.distributed", stop)
+    assert fedsieve("bench", "distributed") == 130
+    said = capsys.readouterr().err
+    assert "bench distributed: stopped" in said and "resume" not in said
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("out of memory"), 1)])
+def test_rows_that_are_there_are_shown_and_written_when_a_later_one_fails(raised, code, monkeypatch, tmp_path, capsys):
+    def fail(*_):
+        raise raised
+
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(rounds_module, "_beside", fail)
+    assert fedsieve("bench", "round", "--smoke", "--ways", "plain,stacked", "--out", file) == code
+    written, printed = json.loads(file.read_text()), capsys.readouterr()
+    assert [row[3] for row in written["rows"]] == ["plain loop"] and written["smoke"] and written["incomplete"]
+    assert "plain loop" in printed.out and "incomplete" in printed.out and "incomplete" in printed.err
 
 
 # --- how times are taken ---------------------------------------------------------------------------------------------
@@ -127,6 +181,19 @@ def test_a_peer_that_fails_is_left_out_with_a_word(monkeypatch):
     result = rounds_module.rounds(CPU, True, plan)
     assert [row[3] for row in result.rows] == ["plain loop", "fedsieve, one by one"]
     assert result.skipped == ["pfl, 16 px: failed, ImportError: no such thing"]
+    for row in result.rows:
+        rate, beside, ratio = row[4:7]
+        assert rate / beside == pytest.approx(ratio)
+
+
+def test_a_round_that_was_not_stacked_is_not_shown_as_stacked():
+    odd = replace(CASE, pixels=18)  # which patches of 4 pixels do not fill
+    warned, refused = (
+        pytest.warns(UserWarning, match="cannot be stacked"),
+        pytest.raises(FedsieveError, match="not stacked"),
+    )
+    with rounds_module.open_way("stacked", odd, CPU) as step, warned, refused:
+        step()
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -151,6 +218,11 @@ def test_memory_that_a_call_takes_and_keeps_is_seen():
         pytest.skip("this system does not tell what a process takes")
     peak, left = found
     assert peak > 2**25 and left > 2**25
+
+
+def test_a_network_that_cannot_be_stacked_is_not_one_that_does_not_fit():
+    with pytest.raises(FedsieveError, match="cannot be stacked"):
+        _try("vit_tiny_patch16_224", SMALL, 18, 2, 4, 0.9, CPU)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -232,4 +304,54 @@ def test_a_frontier_counts_all_that_was_sent_and_is_taken_up_where_it_was(tmp_pa
         frontier(CPU, True, folder, ["stages.tune.rounds=6"])
     again = frontier(CPU, True, folder)
     assert [row[:7] for row in again.rows] == [tuple(row[:7]) for row in written["rows"]]
+    assert "runs were there before" not in written["note"] and "5 of 5 runs were there before" in again.note
     assert changed == {place: (place / "summary.json").stat().st_mtime_ns for place in runs}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A frontier of two methods."""
+    folder = tmp_path_factory.mktemp("frontier")
+    frontier(CPU, True, folder, methods=("dense", "last_blocks"))
+    return folder
+
+
+def test_a_frontier_of_fewer_methods_keeps_the_others_in_its_csv_and_figure(pair):
+    before = (pair / "frontier.csv").read_text()
+    result = frontier(CPU, True, pair, methods=("last_blocks",))
+    assert [row[0] for row in result.rows] == ["the last two blocks and head, fp32"]
+    assert sorted((pair / "frontier.csv").read_text().splitlines()) == sorted(before.splitlines())
+    assert "dense FedAvg" in (pair / "frontier.svg").read_text()
+
+
+def test_finished_runs_of_another_device_are_shown_with_their_hardware_and_begun_ones_need_it(pair, tmp_path):
+    folder = shutil.copytree(pair, tmp_path / "frontier")
+    for place in folder.glob("runs/*"):
+        file, environment = place / "config.yaml", place / "environment.json"
+        file.write_text(file.read_text().replace("device: cpu", "device: cuda"))
+        environment.write_text(json.dumps(json.loads(environment.read_text()) | {"device": "cuda (a GPU)"}))
+    result = frontier(CPU, True, folder, methods=("dense", "last_blocks"))
+    assert "2 on cuda (a GPU)" in result.note
+    (place / "summary.json").unlink()
+    with pytest.raises(FedsieveError, match="--device cuda goes on"):
+        frontier(CPU, True, folder, methods=("dense", "last_blocks"))
+
+
+@pytest.mark.parametrize("cut", ["metrics.jsonl", "ledger.csv", "config.yaml"])
+@pytest.mark.parametrize("lines", [None, 0, 1, 3])
+def test_a_damaged_run_is_named_and_never_averaged(pair, tmp_path, cut, lines):
+    folder = shutil.copytree(pair, tmp_path / "frontier")
+    file = next(folder.glob("runs/dense*")) / cut
+    if lines is None:
+        file.unlink()
+    else:
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:lines]))
+    with pytest.raises(FedsieveError, match=r"runs/dense.*(damaged.*Remove it and repeat|other settings)"):
+        frontier(CPU, True, folder, methods=("dense", "last_blocks"))
+
+
+def test_a_run_that_diverged_is_not_run_again(pair, tmp_path):
+    folder = shutil.copytree(pair, tmp_path / "frontier")
+    (next(folder.glob("runs/dense*")) / DIVERGED).write_text("diverged in round 3")
+    result = frontier(CPU, True, folder, methods=("dense", "last_blocks"))
+    assert result.skipped == ["dense: diverged at every rate that was tried"] and len(result.rows) == 1

@@ -3,9 +3,10 @@
 import importlib.metadata
 import importlib.util
 import json
-import re
+import math
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from fedsieve.errors import FedsieveError, did_you_mean
 
@@ -22,7 +24,18 @@ if TYPE_CHECKING:
 
     from fedsieve.bench.result import Result
 
+
+class _Benchmarks(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """A word that is no benchmark is answered in one line."""
+        if args[0] not in self.commands:
+            near = did_you_mean(args[0], self.commands)
+            raise FedsieveError(f'bench: "{args[0]}" is no benchmark.{near} `fedsieve bench list` names them')
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Benchmarks,
     rich_markup_mode="markdown",
     help="Measure: one table of ratios taken side by side in one run, with the hardware and its limits next to it.",
 )
@@ -80,9 +93,11 @@ def round_(
     def measure(where: "torch.device") -> "Result":
         from fedsieve.bench.rounds import NETWORKS, WAYS, default_plan, rounds
 
+        if seconds is not None and math.isnan(seconds):
+            raise FedsieveError("--seconds: nan is not allowed. Allowed: numbers from 0")
         given = {
             "networks": _words("--networks", networks, tuple(NETWORKS)),
-            "pixels": _numbers("--pixels", pixels),
+            "pixels": _sizes(pixels),
             "cohorts": _numbers("--cohorts", cohorts),
             "ways": _words("--ways", ways, WAYS),
             "images": images,
@@ -103,7 +118,7 @@ def memory(
     network: Annotated[
         str | None, typer.Option(help="`small` (ViT-S/16) or `tiny` (ViT-Ti/16).", show_default=False)
     ] = None,
-    pixels: Annotated[int | None, typer.Option(min=16, help="Size of the images.", show_default=False)] = None,
+    pixels: Annotated[int | None, typer.Option(help="Size of the images.", show_default=False)] = None,
     cohorts: Annotated[str | None, listed("Clients at once, such as 1,10,20.")] = None,
     sparsities: Annotated[str | None, listed("Such as 0,0.5,0.9.")] = None,
     at_most: Annotated[int | None, typer.Option(min=1, help="Where the search for the largest cohort stops.")] = None,
@@ -117,9 +132,15 @@ def memory(
         _words("--network", network, tuple(NETWORKS), single=True)
         given = {
             "network": network,
-            "pixels": pixels,
+            "pixels": None if pixels is None else _sizes(str(pixels), "multiples of 16")[0],
             "cohorts": _numbers("--cohorts", cohorts),
-            "sparsities": _numbers("--sparsities", sparsities, float),
+            "sparsities": _numbers(
+                "--sparsities",
+                sparsities,
+                "numbers from 0 to below 1, as in 0,0.9",
+                lambda sparsity: 0 <= sparsity < 1,
+                float,
+            ),
             "at_most": at_most,
         }
         return memory(where, smoke, say=_say, **_given(given))
@@ -161,6 +182,8 @@ def overhead(
         from fedsieve.bench.overhead import PEERS, overhead
 
         found = _words("--peers", peers, (*PEERS, "none"))
+        if found and "none" in found and len(found) > 1:
+            raise FedsieveError(f"--peers: {peers} is not allowed: none stands alone")
         chosen = None if found is None else tuple(word for word in found if word != "none")
         return overhead(where, smoke, **_given({"peers": chosen, "repeats": repeats}))
 
@@ -188,6 +211,7 @@ def start(
     def measure(where: "torch.device") -> "Result":
         from fedsieve.bench.start import start
 
+        _refuse(overrides, {"device": "--device"})
         return start(where, smoke, config, overrides or [], **_given({"repeats": repeats}))
 
     _show("start", device, smoke, out, measure)
@@ -204,9 +228,14 @@ def frontier(
     out: Out = None,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="CIFAR-100: hub id or folder.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="FILE", help="Pretrained weights of the backbone.")] = None,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="For runs, frontier.csv and frontier.svg.")] = Path(
-        "frontier"
-    ),
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="For runs, frontier.csv and frontier.svg. Default: frontier; with --smoke, one that vanishes.",
+            show_default=False,
+        ),
+    ] = None,
     methods: Annotated[str | None, listed("Which methods; a wrong word shows them all.")] = None,
     rates: Annotated[str | None, listed("Learning rates to try, such as 0.03,0.1,0.3.")] = None,
     seeds: Annotated[str | None, listed("Seeds: the first chooses the rate.")] = None,
@@ -217,17 +246,27 @@ def frontier(
         from fedsieve.bench.frontier import METHODS, frontier
         from fedsieve.runner.progress import Display
 
+        _refuse(overrides, {"device": "--device", "seed": "--seeds", "stages.tune.optimizer.lr": "--rates"})
         chosen = [f"data.source={json.dumps(data)}"] if data else []
         if weights:  # a file has no tag
             chosen += [f"model.weights={json.dumps(weights)}", "model.backbone=vit_tiny_patch16_224"]
         given = {
             "methods": _words("--methods", methods, tuple(METHODS)),
-            "rates": _numbers("--rates", rates, float),
-            "seeds": _numbers("--seeds", seeds, zero=True),
+            "rates": _numbers(
+                "--rates", rates, "numbers above 0, as in 0.03,0.1", lambda rate: 0 < rate < math.inf, float
+            ),
+            "seeds": _numbers("--seeds", seeds, "whole numbers from 0, as in 0,1", lambda seed: seed >= 0),
+            "display": Display(Console(stderr=True)),
         }
-        return frontier(where, smoke, folder, [*chosen, *(overrides or [])], display=Display(console), **_given(given))
+        with tempfile.TemporaryDirectory() as vanishing:
+            place = folder or Path(vanishing if smoke else "frontier")
+            try:
+                return frontier(where, smoke, place, [*chosen, *(overrides or [])], **_given(given))
+            except FedsieveError as error:  # what runs advise are fields, which are options here
+                said = str(error).replace("data.source=", "--data ").replace("model.weights=", "--weights ")
+                raise FedsieveError(said, error.exit_code) from None
 
-    _show("frontier", device, smoke, out, measure)
+    _show("frontier", device, smoke, out, measure, goes_on=not smoke or folder is not None)
 
 
 def _plain(name: str, text: str) -> None:
@@ -255,22 +294,34 @@ _plain("data", "Seconds to decode 60,000 images, and to load them from the cache
 # --- what they share ------------------------------------------------------------------------------------------------
 
 
-def _show(name: str, device: str, smoke: bool, out: Path | None, measure: Callable[["torch.device"], "Result"]) -> None:
-    """Measure, print the table and write it; beside it stand the device's limits, where the benchmark states no others."""
-    from fedsieve.bench.limits import measure_limits
+def _show(
+    name: str,
+    device: str,
+    smoke: bool,
+    out: Path | None,
+    measure: Callable[["torch.device"], "Result"],
+    goes_on: bool = False,
+) -> None:
+    """Measure, print the table and write it; beside it stand the device's limits, where the benchmark states no others.
+
+    `goes_on`: a benchmark that keeps what it did, and takes it up again when it is repeated.
+    """
+    kept = "The same command goes on where it was" if goes_on else "What it measured is not kept"
+    try:
+        result, environment, cause = _measure(name, device, smoke, out, measure)
+    except KeyboardInterrupt:
+        raise FedsieveError(f"bench {name}: stopped. {kept}", 130) from None
+    except FedsieveError as error:  # runs turn signals into advice about their own folders
+        if error.exit_code < 128:
+            raise
+        raise FedsieveError(f"bench {name}: stopped. {kept}", error.exit_code) from None
     from fedsieve.bench.result import shown
     from fedsieve.files import write_json
-    from fedsieve.runner.environment import choose_device, describe_environment
 
-    where = choose_device(device)
-    if out is not None:
-        _check_out(out, name)
-    result, environment = measure(where), describe_environment(where)
-    result.limit = result.limit or measure_limits(where, smoke).sentence()
     for package in ("pfl", "flwr", "ray"):
         if importlib.util.find_spec(package):
             environment[package] = importlib.metadata.version(package)
-    table = Table(title=f"bench {name}", title_justify="left")
+    table = Table(title=f"bench {name}{', incomplete' if cause else ''}", title_justify="left")
     for number, column in enumerate(result.columns):
         words = any(isinstance(row[number], str) for row in result.rows)
         table.add_column(column, justify="left" if words else "right")
@@ -289,7 +340,31 @@ def _show(name: str, device: str, smoke: bool, out: Path | None, measure: Callab
     for reason in result.skipped:
         console.print(reason, highlight=False, style="yellow", soft_wrap=True)
     if out is not None:
-        write_json(out, {"benchmark": name, **vars(result), "environment": environment})
+        write_json(out, {"benchmark": name, "smoke": smoke, **vars(result), "environment": environment})
+    if cause is not None:
+        code = 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "exit_code", 1)
+        raise FedsieveError(f"bench {name}: incomplete: {result.incomplete}", code) from None
+
+
+def _measure(
+    name: str, device: str, smoke: bool, out: Path | None, measure: Callable[["torch.device"], "Result"]
+) -> tuple["Result", dict[str, Any], BaseException | None]:
+    """What was measured, where, and what ended it before its end, if anything."""
+    from fedsieve.bench.limits import measure_limits
+    from fedsieve.bench.result import Incomplete
+    from fedsieve.runner.environment import choose_device, describe_environment
+
+    where, cause = choose_device(device), None
+    if out is not None:
+        _check_out(out, name)
+    try:
+        result = measure(where)
+    except Incomplete as error:
+        result, cause = error.result, error.__cause__
+        kind = "" if isinstance(cause, FedsieveError) else f"{type(cause).__name__}: "
+        result.incomplete = "stopped" if isinstance(cause, KeyboardInterrupt) else f"{kind}{str(cause)[:200]}"
+    result.limit = result.limit or measure_limits(where, smoke).sentence()
+    return result, describe_environment(where), cause
 
 
 def _say(text: str) -> None:
@@ -301,9 +376,12 @@ def _check_out(out: Path, name: str) -> None:
     """Refuse, before anything is measured, a file that could not be written after it."""
     if out.is_dir():
         raise FedsieveError(f"--out: {out} is a folder; name a file, such as {out / name}.json")
+    if out.exists() and not out.is_file():
+        raise FedsieveError(f"--out: {out} is there and no regular file; name another")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
+        parent = Path(os.path.realpath(out)).parent  # a link's target is what is written
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise FedsieveError(
@@ -328,14 +406,33 @@ def _words(flag: str, text: str | None, allowed: tuple[str, ...], single: bool =
     return words
 
 
-def _numbers(flag: str, text: str | None, kind: type[int] | type[float] = int, zero: bool = False) -> Any:
-    """The numbers of a list with commas, none negative; None where it was not given."""
+def _numbers(
+    flag: str,
+    text: str | None,
+    allowed: str = "whole numbers from 1, as in 1,10",
+    fits: Callable[[float], bool] = lambda number: number >= 1,
+    kind: type[int] | type[float] = int,
+) -> Any:
+    """The numbers of a list with commas, each once; None where it was not given."""
     if text is None:
         return None
-    pattern = r"\d+" if kind is int else r"\d*\.?\d+"
-    words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch(pattern, word) for word in words) or (kind is int and "0" in words and not zero):
-        raise FedsieveError(
-            f"{flag}: {text} is no list of {'whole ' if kind is int else ''}numbers above 0, such as 1,10"
-        )
-    return tuple(kind(word) for word in words)
+    try:
+        numbers = dict.fromkeys(kind(word) for word in text.split(","))
+        if not all(map(fits, numbers)):
+            raise ValueError
+    except ValueError:
+        raise FedsieveError(f"{flag}: {text} is not allowed. Allowed: {allowed}") from None
+    return tuple(numbers)
+
+
+def _sizes(pixels: str | None, allowed: str = "multiples of 16, as in 64,224") -> Any:
+    """Sizes that the networks' patches of 16 pixels fill."""
+    return _numbers("--pixels", pixels, allowed, lambda size: size > 0 and size % 16 == 0)
+
+
+def _refuse(overrides: Sequence[str] | None, options: Mapping[str, str]) -> None:
+    """Refuse fields that the benchmark sets itself, naming the option that sets them."""
+    for text in overrides or ():
+        key = text.partition("=")[0].strip()
+        if key in options:
+            raise FedsieveError(f"{text}: the benchmark sets {key} itself. Use {options[key]}")

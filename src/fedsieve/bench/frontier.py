@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ from matplotlib.ticker import NullFormatter
 
 from fedsieve.bench.result import Result
 from fedsieve.config import Experiment, parse_config
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.files import write_atomic
 from fedsieve.report.figures import PANEL, SERIES, drawn
 from fedsieve.report.html import size
+from fedsieve.runner.environment import describe_environment
 from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display
 from fedsieve.runner.shared import Shared
@@ -70,6 +72,8 @@ METHODS: dict[str, tuple[str, list[str]]] = {
     ),
 }
 
+DIVERGED = "diverged.txt"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -82,6 +86,8 @@ class Run:
     val_accuracy: float
     test_accuracy: float
     update: float  # bytes of one client's, on average
+    before: bool  # whether it was there, finished or begun
+    hardware: str
 
     def first(self, accuracy: float) -> tuple[int, float]:
         """Bytes and seconds until it was that good on validation."""
@@ -98,9 +104,17 @@ def frontier(
     seeds: Sequence[int] = (0,),
     display: Display | None = None,
 ) -> Result:
-    """Each method at the rate that is best on validation with the first seed; `folder` gets runs, a CSV and a figure."""
+    """Each method at the rate that is best on validation with the first seed; `folder` gets runs, a CSV and a figure.
+
+    Runs that are there are taken over: finished ones whatever device they ran on. The CSV has all of these settings, and the
+    figure all methods, also those that were not asked for this time.
+    """
     display, shared = display or Display.silent(), Shared()
     rates = (0.01,) if smoke else rates
+    try:
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedsieveError(f"--folder: {folder} cannot be a folder of runs: {error.strerror}. Name another") from None
     result = Result(
         (
             "method",
@@ -114,12 +128,13 @@ def frontier(
             "MB to target",
             "seconds to target",
             "times dense bytes",
+            "times dense seconds",
         ),
     )
     if "lora" in methods and importlib.util.find_spec("peft") is None:
         result.skipped.append("lora: skipped, peft is not installed. Install: pip install 'fedsieve[lora]'")
         methods = [method for method in methods if method != "lora"]
-    runs: list[Run] = []
+    there, runs = _finished(folder, smoke, overrides), list[Run]()
     kept: dict[str, list[Run]] = {}
     for method in methods:
         tried = [_run(method, rate, seeds[0], smoke, overrides, device, folder, display, shared) for rate in rates]
@@ -138,7 +153,7 @@ def frontier(
     # The accuracy that all of them reach with every seed, so that nobody is compared with a promise.
     target = min(max(point[3] for point in one.points) for group in kept.values() for one in group)
     costs = {method: [one.first(target) for one in group] for method, group in kept.items()}
-    dense = statistics.mean(sent for sent, _ in costs["dense"]) if "dense" in costs else None
+    dense = [statistics.mean(each) for each in zip(*costs["dense"], strict=True)] if "dense" in costs else [None, None]
     for method, group in kept.items():
         means = {
             "val": 100 * statistics.mean(one.val_accuracy for one in group),
@@ -161,18 +176,56 @@ def frontier(
                 means["seconds"],
                 1e-6 * means["bytes"],
                 means["until"],
-                means["bytes"] / dense if dense else None,
+                *(means[key] / cost if cost else None for key, cost in zip(("bytes", "until"), dense, strict=True)),
             )
         )
     result.note = (
         f"Every method starts from the same closed-form head and sees the same cohorts. The target, {100 * target:.1f} % on validation, is "
         f"the best that all reach. Rates tried: {', '.join(f'{rate:g}' for rate in rates)}, chosen on validation with seed {seeds[0]}; "
         "`edge` says that a rate outside might be better. Bytes count both directions, the head, masks and calibration; seconds "
-        f"count from the head on and include evaluation, compilation and calibration. {folder}: runs (`fedsieve report` draws their pages), frontier.csv, frontier.svg."
+        f"count from the head on and include evaluation, compilation and calibration.{_taken_over(runs, device)}"
+        + ("" if smoke else f" {folder}: runs (`fedsieve report` draws their pages), frontier.csv, frontier.svg.")
     )
-    write_atomic(folder / "frontier.csv", _table(runs))
-    write_atomic(folder / "frontier.svg", _figure({METHODS[name][0]: group[0] for name, group in kept.items()}))
+    asked = {(one.method, one.rate, one.seed) for one in runs}
+    rest = [one for one in there if (one.method, one.rate, one.seed) not in asked]
+    figure = {one.method: one for one in sorted(rest, key=lambda one: one.val_accuracy) if one.seed == seeds[0]}
+    figure |= {method: group[0] for method, group in kept.items()}
+    write_atomic(folder / "frontier.csv", _table([*runs, *rest]))
+    write_atomic(
+        folder / "frontier.svg", _figure({METHODS[name][0]: figure[name] for name in METHODS if name in figure})
+    )
     return result
+
+
+def _taken_over(runs: Sequence[Run], device: torch.device) -> str:
+    """A sentence on runs that were there before, and on hardware other than this machine's."""
+    before = [one for one in runs if one.before]
+    if not before:
+        return ""
+    here = _hardware(describe_environment(device))
+    elsewhere = Counter(one.hardware for one in before if one.hardware != here)
+    where = "; ".join(f"{count} on {hardware}" for hardware, count in elsewhere.items())
+    return f" {len(before)} of {len(runs)} runs were there before, finished or begun{f': {where}' if where else ''}."
+
+
+def _hardware(environment: Mapping[str, Any]) -> str:
+    keys = ("device", "cpu", "cpu_count")
+    return "{}, {} x {}".format(*map(environment.get, keys)) if environment.get("cpu") else "unknown hardware"
+
+
+def _finished(folder: Path, smoke: bool, overrides: Sequence[str]) -> list[Run]:
+    """The finished runs of these settings that are in a folder."""
+    found = []
+    for place in sorted((folder / "runs").iterdir()):
+        if (place / "summary.json").exists():
+            there = _settings(place)
+            method, rate, seed = there.name.removeprefix("frontier-"), there.stages[-1].optimizer.lr, there.seed
+            if method not in METHODS:
+                continue
+            wanted = make_experiment(method, rate, seed, smoke, overrides)
+            if there == wanted.model_copy(update={"device": there.device}):
+                found.append(_read(place, method, rate, seed, before=True))
+    return found
 
 
 def make_experiment(method: str, rate: float, seed: int, smoke: bool, overrides: Sequence[str]) -> Experiment:
@@ -202,21 +255,69 @@ def _run(
     experiment = make_experiment(method, rate, seed, smoke, overrides).model_copy(update={"device": str(device)})
     place = folder / "runs" / f"{method}-{rate:g}-{seed}"
     display.say(f"{METHODS[method][0]}, rate {rate:g}, seed {seed}: {place}")
+    before = place.exists() and any(not item.name.startswith(".config") for item in place.iterdir())
+    if before:
+        _check(place, experiment)
     try:
-        there = (place / "config.yaml").exists()
-        if there and read_experiment(place) != experiment:
-            raise FedsieveError(f"{place} is a run with other settings. Use another --folder, or remove it")
-        summary = (
-            resume(place, page=False, shared=shared) if there else run(experiment, place, page=False, shared=shared)
-        )
-    except FedsieveError as error:
-        if "diverged" not in str(error):
-            raise
+        if (place / DIVERGED).exists():
+            raise Diverged((place / DIVERGED).read_text())
+        if before:
+            resume(place, page=False, shared=shared)
+        else:
+            run(experiment, place, page=False, shared=shared)
+    except Diverged as error:
+        write_atomic(place / DIVERGED, str(error))  # it would again
         display.say(f"  {error}")
         return None
-    updates = [line.size for line in lines(place / "ledger.csv") if line.stage == "tune" and line.what == "update"]
-    accuracies = summary["val_accuracy"], summary["test_accuracy"]
-    return Run(method, rate, seed, read_points(place / "metrics.jsonl"), *accuracies, statistics.mean(updates))
+    return _read(place, method, rate, seed, before)
+
+
+def _check(place: Path, experiment: Experiment) -> None:
+    """Refuse a run that is not the asked one; only one that is not finished needs the device it was begun on."""
+    there = _settings(place)
+    if there.model_copy(update={"device": experiment.device}) != experiment:
+        raise FedsieveError(f"{place} is a run with other settings. Use another --folder, or remove it")
+    ended = any((place / name).exists() for name in ("summary.json", DIVERGED))
+    if there.device != experiment.device and not ended:
+        raise FedsieveError(
+            f"{place} is not finished and was begun on {there.device}: --device {there.device} goes on with it. Or remove "
+            f"it, to run it on {experiment.device}"
+        )
+
+
+def _settings(place: Path) -> Experiment:
+    if not (place / "config.yaml").exists():
+        raise _damaged(place, ValueError("it has no config.yaml"))
+    try:
+        return read_experiment(place)
+    except FedsieveError as error:
+        raise _damaged(place, error) from None
+
+
+def _read(place: Path, method: str, rate: float, seed: int, before: bool) -> Run:
+    """What a finished run's files say, where they agree."""
+    try:
+        summary, where = json.loads((place / "summary.json").read_text()), place / "environment.json"
+        messages = list(lines(place / "ledger.csv"))
+        points = read_points(place / "metrics.jsonl")
+        sent = summary["bytes_up"] + summary["bytes_down"]
+        if sum(line.size for line in messages) != sent:
+            raise ValueError("ledger.csv lacks messages")
+        if points[-1][:2] != (summary["rounds"], sent):
+            raise ValueError("metrics.jsonl lacks rounds")
+        update = statistics.mean(line.size for line in messages if line.stage == "tune" and line.what == "update")
+        accuracies = summary["val_accuracy"], summary["test_accuracy"]
+        hardware = _hardware(json.loads(where.read_text()) if where.exists() else {})
+        return Run(method, rate, seed, points, *accuracies, update, before, hardware)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _damaged(place, error) from None
+
+
+def _damaged(place: Path, error: Exception) -> FedsieveError:
+    why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error).splitlines()[0]
+    return FedsieveError(
+        f"{place}: this run is damaged ({why}). Remove it and repeat the command, which runs it again", 1
+    )
 
 
 def read_points(metrics: Path) -> list[tuple[int, int, float, float]]:

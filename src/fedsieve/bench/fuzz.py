@@ -71,7 +71,8 @@ def fuzz(device: torch.device, smoke: bool) -> Result:
             "slowest, ms",
         ),
         note="Taken messages of the decoder are finite, as long as agreed and, where the format keeps values, encode to the "
-        "same bytes again. A sum that took some is the exact sum of what was sent, or is given up without a result.",
+        "same bytes again. A sum that took some is the exact sum of what was sent, or is given up without a result. "
+        "There is no ratio, since nothing else reads these messages.",
         limit="none: it counts outcomes, and its seconds show only that nothing hangs",
     )
     for name, attempt in (("decoder", decoder), ("secure sum", secure_sums)):

@@ -9,6 +9,7 @@ import torch
 from fedsieve.bench.result import Cell, Result
 from fedsieve.bench.rounds import BATCH, NETWORKS, SMALL, federation, make_experiment, make_feed, release
 from fedsieve.data.store import free_memory
+from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Stacked
 from fedsieve.model.build import build_classifier
 from fedsieve.train.replay import Speed
@@ -95,13 +96,15 @@ def _try(
     model = build_classifier(experiment.model, 100, pixels, 0).to(device)
     speed: Speed = "graph" if device.type == "cuda" else "eager"
     feed = make_feed(experiment, batch * clients, device)
-    with warnings.catch_warnings(), federation(experiment, model, feed, "stacked", speed) as stage:
-        warnings.simplefilter("ignore")  # where memory runs out, the executor says so and goes on with half
+    with warnings.catch_warnings(record=True) as told, federation(experiment, model, feed, "stacked", speed) as stage:
+        warnings.simplefilter("always")  # where memory runs out, the executor says so and goes on with half
         try:
             found = peak_bytes(lambda: next(stage.rounds()), device)
         except torch.cuda.OutOfMemoryError:
             return False, None
-        executor = stage.executor
+        executor, why = stage.executor, " ".join(str(warning.message) for warning in told)
+        if not isinstance(executor, Stacked) and "out of memory" not in why:
+            raise FedsieveError(f"bench memory: {backbone} at {pixels} px: {why}")
         fits = isinstance(executor, Stacked) and executor.clients == clients
         if isinstance(executor, Stacked) and device.type == "cuda":
             fits = fits and executor.gradient.graph is not None

@@ -41,7 +41,11 @@ def missing(peer: str) -> str | None:
         for module in modules:
             importlib.import_module(module)
     except Exception as error:  # of its own dependencies too
-        return f"{peer}: skipped, it cannot be imported ({(str(error) or type(error).__name__).splitlines()[0]}). Install: pip install '{package}'"
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        return (
+            f"{peer}: skipped, it cannot be imported ({why}). Install: pip install '{package}'; or for one run: "
+            f"uv run --with '{package}' fedsieve bench ..."
+        )
     return None
 
 

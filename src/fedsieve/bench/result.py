@@ -19,6 +19,15 @@ class Result:
     note: str = ""
     limit: str = ""  # default: the arithmetic and memory traffic of the device, measured after the benchmark
     skipped: list[str] = field(default_factory=list)
+    incomplete: str = ""  # why rows are missing
+
+
+class Incomplete(Exception):
+    """What its cause left of a benchmark: the rows that were there before."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__("incomplete")
+        self.result = result
 
 
 def shown(cell: Cell) -> str:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from fedsieve.bench.limits import measure_limits, training_flops
 from fedsieve.bench.peers import Arrays, flower_rounds, missing, pfl_rounds
-from fedsieve.bench.result import Result, alternate, timed
+from fedsieve.bench.result import Incomplete, Result, alternate, timed
 from fedsieve.config import Data, Experiment, parse_config
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.executors import Stacked
 from fedsieve.federation.population import make_population
 from fedsieve.federation.rounds import Federated
 from fedsieve.federation.state import Context
@@ -237,11 +238,22 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
     plan = plan or default_plan(device, smoke)
     limits = measure_limits(device, smoke)
     result = Result(
-        ("network", "pixels", "cohort", "how", "images/s", "seconds a round", "times plain", "of peak, %", "first, s"),
+        (
+            "network",
+            "pixels",
+            "cohort",
+            "how",
+            "images/s",
+            "plain beside it, images/s",
+            "times plain",
+            "seconds a round",
+            "of peak, %",
+            "first, s",
+        ),
         note=f"Whole rounds: {plan.images} images a client, {plan.epochs} local epochs, batch {BATCH}; batches, transforms, local "
         "training, mean, server step. fedsieve trains a tenth of the weights (shared mask) and encodes, decodes and counts "
         "int8 messages; the plain loop masks gradients and sends nothing; pfl and Flower train all weights. `times plain` is "
-        "against the fastest plain loop, measured in turns; `of peak` counts forward and backward of a dense network against "
+        "against the fastest plain loop, which took turns with the row and made `plain beside it` in them; `of peak` counts forward and backward of a dense network against "
         "the data sheet; `first` is the first round, compilation and recording included.",
         limit=limits.sentence(),
         skipped=[why for peer in ("pfl", "flower") if peer in plan.ways and (why := missing(peer))],
@@ -249,24 +261,30 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
     ways = [way for way in plan.ways if way not in ("pfl", "flower") or not missing(way)]
     if not any(way in PLAIN for way in ways):
         raise FedsieveError(f"bench round: --ways needs a plain loop to compare with: {', '.join(PLAIN)}")
-    for network, pixels, cohort in itertools.product(plan.networks, plan.pixels, plan.cohorts):
-        name, backbone = NETWORKS[network]
-        case = Case(backbone, plan.options, pixels, cohort, plan.images, plan.epochs)
-        flops = training_flops(case.experiment.model, pixels, "backbone")
-        for way, (taken, reference, first) in _measured(case, ways, device, plan, result.skipped).items():
-            rate = case.seen / taken
-            used = 100 * rate * flops / limits.peak if limits.peak else None
-            how = PEERS[way] if way in PEERS else OURS[way][0]
-            where = (name if plan.options == "{}" else "a small ViT", pixels, cohort)
-            result.rows.append((*where, how, rate, taken, reference / taken, used, first))
-            say(f"{name}, {pixels} px, {cohort} clients, {how}: {rate:,.0f} images/s, first round {first:.1f} s")
+    try:
+        for network, pixels, cohort in itertools.product(plan.networks, plan.pixels, plan.cohorts):
+            name, backbone = NETWORKS[network]
+            name = name if plan.options == "{}" else "a small ViT"
+            case = Case(backbone, plan.options, pixels, cohort, plan.images, plan.epochs)
+            flops = training_flops(case.experiment.model, pixels, "backbone")
+            for way, taken, reference, first in _measured(case, ways, device, plan, result.skipped):
+                rate = case.seen / taken
+                used = 100 * rate * flops / limits.peak if limits.peak else None
+                how = PEERS[way] if way in PEERS else OURS[way][0]
+                rates = rate, case.seen / reference, reference / taken
+                result.rows.append((name, pixels, cohort, how, *rates, taken, used, first))
+                say(f"{name}, {pixels} px, {cohort} clients, {how}: {rate:,.0f} images/s, first round {first:.1f} s")
+    except (Exception, KeyboardInterrupt) as error:
+        if not result.rows:
+            raise
+        raise Incomplete(result) from error
     return result
 
 
 def _measured(
     case: Case, ways: Sequence[str], device: torch.device, plan: Plan, skipped: list[str]
-) -> dict[str, tuple[float, float, float]]:
-    """Seconds of a round in each way, of the fastest plain loop in the same turns, and of the way's first round.
+) -> Iterator[tuple[str, float, float, float]]:
+    """Each way, with seconds of a round, of the fastest plain loop in the same turns, and of the way's first round.
 
     `skipped` hears of peers that fail: what others do must not cost the table.
     """
@@ -284,15 +302,15 @@ def _measured(
                 skipped.append(f"{way}, {case.pixels} px: failed, {type(error).__name__}: {str(error)[:200]}")
         taken = alternate(calls, device, plan.repeats, plan.seconds, warm=True)
     best = min((way for way in taken if way in PLAIN), key=lambda way: taken[way])
-    found = {way: (taken[way], taken[best], first[way]) for way in taken}
+    for way in taken:
+        yield way, taken[way], taken[best], first[way]
     plain = calls[best]
     del calls
     for way in (way for way in ways if way in OURS):
         # One of ours at a time: what it holds on the device must not crowd out the next.
         release(device)
-        found[way] = _beside(plain, way, case, device, plan)
+        yield way, *_beside(plain, way, case, device, plan)
     release(device)
-    return found
 
 
 def _beside(
@@ -325,6 +343,10 @@ def open_way(way: str, case: Case, device: torch.device) -> Iterator[Callable[[]
             def step() -> None:
                 _set_precision("fedsieve")
                 next(going)
+                if executor == "stacked" and not isinstance(stage.executor, Stacked):
+                    raise FedsieveError(
+                        f"bench round: {case.backbone} at {case.pixels} px was not stacked, as the warning says: leave {way} out of --ways"
+                    )
 
             yield step
 

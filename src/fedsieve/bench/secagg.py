@@ -22,6 +22,7 @@ from fedsieve.privacy.secagg import PHASES, secure_sum
 
 BOUND, WEIGHT = 1.0, 500  # of |value| and of a client's weight
 PAD = PHASES.index("pad")
+FLOWER = "Flower's SecAgg+"
 
 
 class Round(NamedTuple):
@@ -35,7 +36,17 @@ class Round(NamedTuple):
 def secagg(device: torch.device, smoke: bool) -> Result:
     """Weighted means of 2.2 million values, from encoding them to decoding their sum, with and without dropouts."""
     result = Result(
-        ("clients", "values", "lost", "how", "seconds a round", "upload, MB", "times the values", "largest error"),
+        (
+            "clients",
+            "values",
+            "lost",
+            "how",
+            "seconds a round",
+            "times Flower's seconds",
+            "upload, MB",
+            "times the values",
+            "largest error",
+        ),
         note="Values within 1, weights to 500, threshold 2/3. Uploads are those of one client, all phases; `times the values` is "
         "by their own width. Lost clients vanish at phases drawn at random. Flower's masks are drawn from 32 bits of the agreed "
         f"key (numpy's RandomState), which is quick and can be guessed; its clients vanish after they dealt their shares. {_flower_version()}",
@@ -55,11 +66,14 @@ def secagg(device: torch.device, smoke: bool) -> Result:
                 cases[lost, f"secagg, {bits} bits", bits] = partial(_ours, values, weights, bits, threshold, drops)
                 if bits == 32 and not _flower_version().startswith("Flower is not"):
                     later = {client: max(phase, PAD) for client, phase in drops.items()}
-                    cases[lost, "Flower's SecAgg+", 32] = partial(_flower, values, weights, threshold, later)
+                    cases[lost, FLOWER, 32] = partial(_flower, values, weights, threshold, later)
         turns = [[call() for call in cases.values()] for _ in range(3 if clients < 100 and not smoke else 1)]
-        for (lost, how, bits), *found in zip(cases, *turns, strict=True):
-            middle = sorted(found)[len(found) // 2]  # by seconds
-            result.rows.append(_row(clients, count, lost, how, bits, middle))
+        middle = {
+            case: sorted(found)[len(found) // 2] for case, *found in zip(cases, *turns, strict=True)
+        }  # by seconds
+        for (lost, how, bits), found in middle.items():
+            flower = middle.get((lost, FLOWER, 32))
+            result.rows.append(_row(clients, count, lost, how, bits, found, flower))
     result.rows.append(_endurance(4 if smoke else 10, count, 3 if smoke else 50))
     return result
 
@@ -74,9 +88,12 @@ def _cipher() -> str:
     return f"n clients draw n^2 pads, each as long as their values, with AES-CTR: {rate / 1e9:.2f} GB/s on one core in this run"
 
 
-def _row(clients: int, count: int, lost: int, how: str, bits: int, found: Round) -> tuple[Any, ...]:
+def _row(
+    clients: int, count: int, lost: int, how: str, bits: int, found: Round, flower: Round | None = None
+) -> tuple[Any, ...]:
+    slower = found.seconds / flower.seconds if flower else None
     ratio = found.bytes_up / (count * bits // 8)
-    return clients, count, lost, how, found.seconds, found.bytes_up / 1e6, ratio, found.error
+    return clients, count, lost, how, found.seconds, slower, found.bytes_up / 1e6, ratio, found.error
 
 
 def _ours(
@@ -125,7 +142,7 @@ def _flower_version() -> str:
     try:
         return f"Flower {importlib.metadata.version('flwr')}."
     except importlib.metadata.PackageNotFoundError:
-        return "Flower is not installed (pip install flwr), so its rows are left out."
+        return "Flower is not installed (pip install flwr, or uv run --with flwr ...), so its rows are left out."
 
 
 def _flower(

@@ -75,11 +75,11 @@ def start(
         folder = Path(name)
         (folder / "config.yaml").write_text(to_yaml(experiment))
         cold = _spawn(folder)
-        warm = [cold] if smoke else [_spawn(folder) for _ in range(repeats)]
+        warm = [_spawn(folder) for _ in range(1 if smoke else repeats)]
     result = Result(
         ("phase", "cold, s", "warm, s", "warm / cold"),
         note=f"{experiment.model.backbone} at {experiment.data.size} px, compile: {experiment.compile}. Cold: nothing decoded or "
-        f"compiled yet (files may still be in memory); warm: median of {len(warm)} later processes. A later round is there to "
+        f"compiled yet (files may still be in memory); warm: median of later processes ({len(warm)}). A later round is there to "
         "compare with, and is not part of the sum.",
         limit="aim: 20 s warm, from the command to the end of the first round",
     )

@@ -112,7 +112,11 @@ def make_ways(space: ParamSpace, device: torch.device) -> dict[str, Way]:
     ways |= {f"known mask, {name}": ours(Coding(name), mask, sparse) for name in formats}
     ways |= {f"mask enclosed, {name}": ours(Coding(name), mask, sparse, enclose=True) for name in ("fp32", "int8")}
     limit = limit_bytes(mask, 32, True)
-    ways["values and int64 indices (COO)"] = ours(Coding("coo"), mask, sparse)
+    ways["values and an int64 index a dimension (COO)"] = ours(Coding("coo"), mask, sparse)
+    for kind in ("int64", "int32"):
+        ways[f"values and flat {kind} indices"] = Way(
+            partial(_indexed, zeros, kind), partial(_unindexed, space.size, kind), host, 0.0, limit
+        )
     ways["bitmask, fp32"] = Way(
         lambda: np.packbits(zeros != 0).tobytes() + zeros[zeros != 0].tobytes(),
         partial(_unpacked, space.size),
@@ -142,6 +146,21 @@ def _mask(space: ParamSpace, rng: np.random.Generator) -> Mask:
     levels = np.repeat(rng.normal(size=len(space.names)), np.diff(space.offsets))
     scores = torch.from_numpy((rng.normal(size=space.size) + levels).astype(np.float32))
     return calibrate(lambda *_: scores, space, sparsity=SPARSITY, rule="least_sensitive", rounds=1)
+
+
+def _indexed(whole: np.ndarray, kind: str) -> bytes:
+    """Where a vector is not zero, each place one number, and its values there."""
+    places = np.flatnonzero(whole)
+    return places.astype(kind).tobytes() + whole[places].tobytes()
+
+
+def _unindexed(size: int, kind: str, data: bytes) -> Tensor:
+    """The values behind their places."""
+    count = len(data) // (np.dtype(kind).itemsize + 4)
+    places = np.frombuffer(data, kind, count)
+    whole = np.zeros(size, np.float32)
+    whole[places] = np.frombuffer(data, np.float32, offset=places.nbytes)
+    return torch.from_numpy(whole[places])
 
 
 def _unpacked(size: int, data: bytes) -> Tensor:

@@ -35,8 +35,9 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            there = f"{count} GPU(s), numbered from 0" if count else "no GPU that torch can use"
-            raise FedsieveError(f"device: {name} is not there: this machine has {there}. Allowed: auto, cpu, cuda:N")
+            there = f"{count} GPU(s), numbered from 0. Allowed: auto, cpu, cuda, cuda:N"
+            none = "no GPU that torch can use. Allowed here: auto, cpu"
+            raise FedsieveError(f"device: {name} is not there: this machine has {there if count else none}")
     return device
 
 
