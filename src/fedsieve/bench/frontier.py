@@ -356,8 +356,10 @@ def _figure(runs: Mapping[str, Run]) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, place, label in zip(panels, (1, 2), ("bytes up and down", "seconds"), strict=True):
         for colour, (name, one) in zip(SERIES, runs.items(), strict=False):
-            accuracy = [100 * point[3] for point in one.points]
-            axes.plot([point[place] for point in one.points], accuracy, color=colour, label=name, marker="o", ms=2.5)
+            points = [
+                (point[place], 100 * point[3]) for point in one.points if point[place]
+            ]  # the head took no seconds
+            axes.plot(*zip(*points, strict=True), color=colour, label=name, marker="o", ms=2.5)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _, place=place: size(value) if place == 1 else f"{value:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())

@@ -53,7 +53,7 @@ def mask(device: torch.device, smoke: bool) -> Result:
     taken = alternate(calls, device, 1 if smoke else 3)
     for per, seconds in taken.items():
         rate = images / seconds
-        used = 100 * rate * flops / limits.product
+        used = None if smoke else 100 * rate * flops / limits.product
         result.rows.append((f"Fisher per {per}", images, seconds, rate, seconds / taken["batch"], used))
     found = calls["batch"]()
     weights = magnitude(space.read(model))
