@@ -441,6 +441,8 @@ def report(
     from fedsieve.report.comparison import compare, find_runs, write_comparison
     from fedsieve.report.page import write_report
 
+    if absent := [str(folder) for folder in folders if not folder.exists()]:
+        raise FedsieveError(f"report: {', '.join(absent)} is not there")
     runs = find_runs(folders)
     if len(runs) == 1 and out is None:
         page = write_report(runs[0])
@@ -569,7 +571,9 @@ def study(
             show_default=False,
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1 of every row.")] = 3,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds 0 to N-1 of every row. Default: 3.", show_default=False)
+    ] = None,
     rates: Annotated[
         str | None,
         typer.Option(
@@ -607,13 +611,18 @@ def study(
             told = f" [dim](reported: {escape(', '.join(row.reported))})[/]" if row.reported else ""
             console.print(f"[bold]{escape(row.name)}[/]  {escape(row.label)}{told}", highlight=False, soft_wrap=True)
         return
-    from fedsieve.study.grid import run_study, show_study
+    from fedsieve.study.grid import run_study, show_study, unsound
 
+    if smoke and (seeds or 1) > 1:
+        raise FedsieveError("--smoke runs one seed of every row: leave --seeds out")
     folder = out or Path("runs") / (f"study-{name}-smoke" if smoke else f"study-{name}")
     if show:
-        page = show_study(name, folder, seeds)
+        page = show_study(name, folder, seeds or 3)
+        if lacking := unsound(folder):
+            told = f"{lacking} begun runs have no result: the page and {folder / 'runs.csv'} say why"
+            console.print(told, style="yellow", highlight=False, soft_wrap=True)
     else:
-        page = run_study(chosen, folder, some, 1 if smoke else seeds, console, quiet, keep_all, limit)
+        page = run_study(chosen, folder, some, 1 if smoke else seeds or 3, console, quiet, keep_all, limit)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 
 

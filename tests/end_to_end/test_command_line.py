@@ -169,8 +169,11 @@ def test_report_and_explore_write_pages(finished, config, tmp_path, capsys):
     (finished / "report.html").unlink()
     assert fedsieve("report", finished) == 0
     assert "Traceback" not in (finished / "report.html").read_text()
-    assert fedsieve("report", finished, tmp_path / "missing", "--out", tmp_path / "both.html") == 0
-    assert "missing" in (tmp_path / "both.html").read_text()
+    (tmp_path / "nothing").mkdir()
+    assert fedsieve("report", finished, tmp_path / "nothing", "--out", tmp_path / "both.html") == 0
+    assert "nothing" in (tmp_path / "both.html").read_text()
+    assert fedsieve("report", finished, tmp_path / "missing", "--out", tmp_path / "other.html") == 2
+    assert "missing is not there" in capsys.readouterr().err
     assert fedsieve("explore", config, "--out", tmp_path / "explore") == 0
     assert (tmp_path / "explore" / "explore.html").exists()
     assert fedsieve("explore", config, "--out", finished) == 2

@@ -54,6 +54,17 @@ def test_images_are_read_and_networks_are_built_once(tiny, tmp_path, monkeypatch
     assert not (tmp_path / "0" / "report.html").exists()
 
 
+def test_of_keys_that_begin_alike_only_the_latest_last():
+    shared, made = Shared(), []
+
+    def ask(*key):
+        return shared.once(key, lambda: made.append(key), most=2 if key[0] == "few" else None)
+
+    for key in [("few", 1), ("few", 2), ("many", 1), ("few", 1), ("few", 3), ("few", 1), ("many", 1), ("few", 2)]:
+        ask(*key)
+    assert made == [("few", 1), ("few", 2), ("many", 1), ("few", 3), ("few", 2)]
+
+
 HEAD = ("stages=[{name: head, train: head, epochs: 3}]", "data.transform=resize", "test_curve=true")
 
 

@@ -18,6 +18,7 @@ def keep(folder: Path) -> None:
     for source, target, measured in (
         ("results.csv", f"{folder.name}.csv", lambda row: row["seeds"] != "0"),
         ("runs.csv", f"{folder.name}-runs.csv", lambda row: row["state"] == "finished"),
+        ("choices.csv", f"{folder.name}-choices.csv", lambda row: row["state"] == "finished"),
     ):
         with (folder / source).open(newline="") as file:
             reader = csv.DictReader(file)

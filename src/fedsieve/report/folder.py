@@ -8,10 +8,10 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
@@ -24,12 +24,15 @@ CLIENT_MASKS = 40  # more are counted, but not kept
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
 class Scores(BaseModel):
     """How a stage, or the whole run, ended. Accuracies are fractions; val_* are None where nothing was held out."""
 
-    test_accuracy: float | None = None
+    test_accuracy: Fraction | None = None
     test_loss: float | None = None
-    val_accuracy: float | None = None
+    val_accuracy: Fraction | None = None
     val_loss: float | None = None
     seconds: float | None = None
     trained: int | None = None

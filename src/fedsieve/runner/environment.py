@@ -97,7 +97,7 @@ def _cpu_name() -> str:
 
 @functools.cache  # the code that runs is the code that was loaded, whatever is committed meanwhile
 def _commit() -> str | None:
-    """The commit of fedsieve's own checkout, with + when it was changed; None when it is installed as a package."""
+    """The commit of fedsieve's own checkout, with + when it was changed; of a package or a copy, what FEDSIEVE_COMMIT says."""
 
     def git(*words: str) -> str | None:
         try:
@@ -109,6 +109,6 @@ def _commit() -> str | None:
 
     # A package inside some other project's repository (its virtual environment) must not report that one's commit.
     if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
+        return os.environ.get("FEDSIEVE_COMMIT")
     commit = git("rev-parse", "--short=12", "HEAD")
     return f"{commit}+" if commit and git("status", "--porcelain", "-uno") else commit

@@ -322,6 +322,9 @@ def fit_stage(
     return space, state, steps
 
 
+FEATURES = 9  # sets that are kept: three seeds' splits; those of trained backbones do not come again
+
+
 def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
     """Training and validation images as features of the backbone."""
     return featured(setup, setup.train, "train"), featured(setup, setup.validation, "train")
@@ -334,7 +337,9 @@ def featured(setup: Setup, feed: Feed, split: Split) -> Feed:
     backbone, data, precision = setup.model.backbone, setup.data_fingerprint, setup.experiment.precision
     rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
     key = ("features", digest(backbone), data, split, feed.transform, rows, setup.device, precision)
-    made = setup.shared.once(key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features)
+    made = setup.shared.once(
+        key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features, FEATURES
+    )
     return replace(feed, features=made)
 
 

@@ -29,15 +29,18 @@ class Shared:
 
     def __init__(self, keep: bool = True) -> None:
         self.keep = keep
-        self._kept: dict[Hashable, Any] = {}
+        self._kept: dict[tuple[Hashable, ...], Any] = {}
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gave the first time it was asked for under this key."""
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], T], most: int | None = None) -> T:
+        """What `make` gave the first time it was asked for under this key; of keys that begin alike, at `most` so many last."""
         if not self.keep:
             return make()
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        found = self._kept.pop(key) if key in self._kept else make()
+        self._kept[key] = found  # the one asked for latest comes last
+        if most is not None:
+            for old in [other for other in self._kept if other[0] == key[0]][:-most]:
+                del self._kept[old]
+        return found
 
     def images(self, data: Data, split: Split, say: Callable[[str], None] = lambda _: None) -> ImageSet:
         """One split, read once."""

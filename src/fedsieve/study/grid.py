@@ -4,6 +4,7 @@ What is finished is skipped, a killed run goes on inside, and a row of another c
 """
 
 import contextlib
+import csv
 import fcntl
 import gc
 import json
@@ -138,6 +139,12 @@ def show_study(name: str, out: Path, seeds: int) -> Path:
         raise FedsieveError(f"{out}: the folder of the study {there['study']}, not of {name}")
     study = load_study(name, there["overrides"], there["rates"], there["smoke"])
     return write_study(study, out, _seeds_there(out) or seeds)
+
+
+def unsound(out: Path) -> int:
+    """How many runs of a study that was shown were begun and have no result: unfinished, damaged, of another config."""
+    with (out / "runs.csv").open(newline="") as file:
+        return sum(row["state"] not in ("finished", "not run") for row in csv.DictReader(file))
 
 
 def _seeds_there(out: Path) -> int:

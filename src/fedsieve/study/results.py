@@ -17,6 +17,8 @@ from scipy.stats import t as student
 
 from fedsieve.config import Experiment, load_config, to_yaml
 from fedsieve.errors import FedsieveError
+from fedsieve.mask.mask import Mask
+from fedsieve.mask.overlap import blocks
 from fedsieve.report.folder import RunFolder, read_masks, read_run
 from fedsieve.report.html import flatten
 from fedsieve.report.masks import pairs
@@ -329,9 +331,14 @@ def _steadiness(run: RunFolder) -> float | None:
     return float(np.std(values)) if len(values) > 1 else None
 
 
-def _client_pairs(run: RunFolder) -> Any:
+def _client_masks(run: RunFolder) -> list[Mask]:
     own = read_masks(run, []).get(run.experiment.stages[-1].name)
-    return pairs(list(own.clients.values())) if own and len(own.clients) > 1 else None
+    return list(own.clients.values()) if own else []
+
+
+def _client_pairs(run: RunFolder) -> Any:
+    masks = _client_masks(run)
+    return pairs(masks) if len(masks) > 1 else None
 
 
 def _jaccard(run: RunFolder) -> float | None:
@@ -344,13 +351,17 @@ def _chance(run: RunFolder) -> float | None:
     return None if found is None else float(np.nanmean(found.chance))
 
 
+AROUND = ("embed", "norm", "head")  # the blocks
+
+
 def _third(run: RunFolder, last: bool) -> float | None:
-    """Mean agreement in the last, or first, third of the blocks."""
-    found = _client_pairs(run)
-    if found is None:
+    """Mean agreement in the last, or first, third of the blocks; what lies around them is no block."""
+    masks = _client_masks(run)
+    if len(masks) < 2:
         return None
-    count = max(1, len(found.blocks) // 3)
-    return float(np.nanmean(found.blocks[-count:] if last else found.blocks[:count]))
+    inner = [place for place, name in enumerate(blocks(masks[0].space)) if name not in AROUND]
+    count = max(1, len(inner) // 3)
+    return float(np.nanmean(pairs(masks).blocks[inner[-count:] if last else inner[:count]]))
 
 
 def _difference(one: float | None, two: float | None) -> float | None:

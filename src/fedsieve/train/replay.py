@@ -1,6 +1,7 @@
 """Steps as CUDA graphs: a small network's step is a thousand short kernels, and launching them one by one from Python
 takes longer than running them."""
 
+import functools
 import time
 import warnings
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Replay:
 
     def _record(self, inputs: tuple[Tensor, ...]) -> bool:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
-        side = torch.cuda.Stream()
+        side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -68,7 +69,7 @@ class Replay:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=side):
                 self.output = self.function(*self.inputs)
         except RuntimeError as error:
             warnings.warn(
@@ -79,6 +80,12 @@ class Replay:
             return False
         self.graph = graph
         return True
+
+
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """The one that steps are recorded on: cuBLAS keeps a workspace of 32 MiB for every stream it was ever used on."""
+    return torch.cuda.Stream(device)
 
 
 def compiled(function: Callable[..., Tensor], speed: Speed, model: nn.Module) -> Callable[..., Tensor]:
