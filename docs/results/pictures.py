@@ -113,10 +113,10 @@ def start() -> str:
 
 
 def overlap() -> str:
-    """How far clients' masks agree, beside what was reported."""
+    """How far clients' masks agree."""
     found = [row for row in table("studies/overlap.csv") if row["measure"] == "jaccard"]
     names = [row["label"] for row in found]
-    points = [Point(None, float(row["mean"]), float(row["std"]), float(row["reported"])) for row in found]
+    points = [Point(None, float(row["mean"]), float(row["std"]), None) for row in found]
     return dots(names, points, "Jaccard index of two clients' masks", lambda value: f"{value:.2f}", None)
 
 
@@ -155,8 +155,8 @@ def ways() -> str:
 
 
 def server() -> str:
-    kinds = {"mean": "sgd", "momentum": "momentum", "Yogi": "yogi", "Adam": "adam", "Adagrad": "adagrad"}
-    return named("beyond", {name: f"server/{kind}" for name, kind in kinds.items()})
+    kinds = {"mean": "server/sgd", "momentum, rate 0.1": "server/momentum", "momentum, rate 0.3": "format/int8"}
+    return named("beyond", kinds | {kind.title(): f"server/{kind}" for kind in ("yogi", "adam", "adagrad")})
 
 
 def corrections() -> str:
