@@ -159,6 +159,14 @@ def server() -> str:
     return named("beyond", kinds | {kind.title(): f"server/{kind}" for kind in ("yogi", "adam", "adagrad")})
 
 
+def anew() -> str:
+    made = {"never": "never", "every 100 rounds": "100", "every 50": "50"}
+    whose = {"all clients' scores": "shared", "the server's images": "public"}
+    rows = {f"5 classes, mask by {name}": f"scope/{kind}-least_sensitive" for name, kind in whose.items()}
+    rows |= {f"1 class, mask anew {name}": f"refresh/least_sensitive-{kind}" for name, kind in made.items()}
+    return named("beyond", rows)
+
+
 def corrections() -> str:
     kinds = {"none": "none", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "FedNTD": "fedntd"}
     parts = {"a tenth": "sparse", "everything": "dense"}
@@ -197,6 +205,7 @@ if __name__ == "__main__":
         privacy,
         ways,
         server,
+        anew,
         corrections,
         hostile,
         taking,
