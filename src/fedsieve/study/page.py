@@ -477,7 +477,11 @@ def _curves(item: FigureSpec, results: Sequence[Result]) -> str | None:
             series[result.row.label] = drawn
     so_far = "" if item.y == "drift" else "s so far"
     units = sorted({run.unit + so_far for result in results for run in result.runs})
-    return figures.curves(series, " or ".join(units), label(item.y), axis(item.y), item.log) if series else None
+    return (
+        figures.curves(series, " or ".join(units), label(item.y).removesuffix(", last round"), axis(item.y), item.log)
+        if series
+        else None
+    )
 
 
 def _curve(run: RunFolder, name: str) -> tuple[np.ndarray, np.ndarray] | None:
