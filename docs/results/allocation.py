@@ -23,7 +23,8 @@ HERE = Path(__file__).parent
 RULES = ("least_sensitive", "most_sensitive", "low_magnitude", "high_magnitude", "low_hybrid", "random")
 SPARSITIES = (0.5, 0.9, 0.99)
 BASE = """
-data: {source: digits, size: 128, transform: resize, normalize: half, val_fraction: 0.1}
+test: false
+data: {source: digits, size: 64, transform: resize, normalize: half, val_fraction: 0.02}
 model: {backbone: vit_tiny_patch16_224, weights: none}
 federation: {cohort: 1}
 mask: {scope: public, fisher: {samples: 512}}
