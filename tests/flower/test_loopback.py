@@ -31,6 +31,7 @@ from fedsieve.flower.app import DEADLINE
 from fedsieve.flower.project import write_app
 from fedsieve.flower.simulation import simulate
 from fedsieve.model.weights import FINAL
+from fedsieve.runner.checkpoint import list_checkpoints
 from fedsieve.runner.experiment import run
 from fedsieve.runner.setup import asset
 from fedsieve.wire.ledger import lines
@@ -256,6 +257,8 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
         kill(three.alive("fedsieve.flower.warm", three.socket("west")))
         after(3)
         assert not Path(f"/proc/{lost}").exists()  # it ended with its SuperNode
+        # A round is told before it is saved; killed in between, it would be done again, without garbage.
+        three.until(lambda: list_checkpoints(folder / "checkpoints")[-1].stem >= f"{3:010d}")
         kill(three.alive("flwr-serverapp"))
     three.gather()
     three.bash("flwr run app-faults three-sites")
