@@ -144,14 +144,15 @@ def chance() -> str:
     return named("beyond", {"everything": "rules/dense"} | names)
 
 
+def crossed(study: str, form: str, outer: Mapping[str, str], inner: Mapping[str, str]) -> str:
+    """Rows whose names have one word of each kind, by both of their names."""
+    return named(study, {f"{a}: {b}": form.format(x, y) for a, x in outer.items() for b, y in inner.items()})
+
+
 def ways() -> str:
     kinds = {"everything": "full", "a tenth, largest": "sparse-high_magnitude", "a tenth, random": "sparse-random"}
     kinds |= {"LoRA": "lora", "head alone": "linear"}
-    places = {"IID": "iid", "1 class": "nc1"}
-    return named(
-        "personalization",
-        {f"{where}: {name}": f"{kind}/{key}" for where, key in places.items() for name, kind in kinds.items()},
-    )
+    return crossed("personalization", "{1}/{0}", {"IID": "iid", "1 class": "nc1"}, kinds)
 
 
 def server() -> str:
@@ -169,21 +170,13 @@ def anew() -> str:
 
 def corrections() -> str:
     kinds = {"none": "none", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "FedNTD": "fedntd"}
-    parts = {"a tenth": "sparse", "everything": "dense"}
-    return named(
-        "corrections",
-        {f"{part}: {name}": f"correction/{kind}-{key}" for part, key in parts.items() for name, kind in kinds.items()},
-    )
+    return crossed("corrections", "correction/{1}-{0}", {"a tenth": "sparse", "everything": "dense"}, kinds)
 
 
 def hostile() -> str:
     attacks = {"nobody": "nobody", "updates times -10": "sign_flip", "wrong labels": "label_flip"}
     rules = {"mean": "mean", "median": "median", "trimmed mean": "trimmed_mean", "multi-Krum": "multi_krum"}
-    rules |= {"geometric median": "geometric_median"}
-    return named(
-        "corrections",
-        {f"{who}: {name}": f"hostile/{key}-{rule}" for who, key in attacks.items() for name, rule in rules.items()},
-    )
+    return crossed("corrections", "hostile/{}-{}", attacks, rules | {"geometric median": "geometric_median"})
 
 
 def taking() -> str:

@@ -615,14 +615,15 @@ def study(
 
     if smoke and (seeds or 1) > 1:
         raise FedsieveError("--smoke runs one seed of every row: leave --seeds out")
+    seeds = 1 if smoke else seeds or 3
     folder = out or Path("runs") / (f"study-{name}-smoke" if smoke else f"study-{name}")
     if show:
-        page = show_study(name, folder, seeds or 3)
+        page = show_study(name, folder, seeds)
         if lacking := unsound(folder):
             told = f"{lacking} begun runs have no result: the page and {folder / 'runs.csv'} say why"
             console.print(told, style="yellow", highlight=False, soft_wrap=True)
     else:
-        page = run_study(chosen, folder, some, 1 if smoke else seeds or 3, console, quiet, keep_all, limit)
+        page = run_study(chosen, folder, some, seeds, console, quiet, keep_all, limit)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 
 

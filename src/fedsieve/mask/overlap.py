@@ -18,6 +18,9 @@ _BLOCK = re.compile(
 )
 
 
+AROUND = ("embed", "norm", "head")  # what `block_of` calls what is no block
+
+
 def block_of(name: str) -> str:
     """The block a parameter belongs to: `blocks.3`, or `embed`, `norm` or `head` for what lies around the blocks."""
     name = name.removeprefix("backbone.")

@@ -24,15 +24,15 @@ CLIENT_MASKS = 40  # more are counted, but not kept
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Accuracy = Annotated[float, Field(ge=0, le=1)]
 
 
 class Scores(BaseModel):
     """How a stage, or the whole run, ended. Accuracies are fractions; val_* are None where nothing was held out."""
 
-    test_accuracy: Fraction | None = None
+    test_accuracy: Accuracy | None = None
     test_loss: float | None = None
-    val_accuracy: Fraction | None = None
+    val_accuracy: Accuracy | None = None
     val_loss: float | None = None
     seconds: float | None = None
     trained: int | None = None

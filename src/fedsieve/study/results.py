@@ -18,7 +18,7 @@ from scipy.stats import t as student
 from fedsieve.config import Experiment, load_config, to_yaml
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.overlap import blocks
+from fedsieve.mask.overlap import AROUND, blocks
 from fedsieve.report.folder import RunFolder, read_masks, read_run
 from fedsieve.report.html import flatten
 from fedsieve.report.masks import pairs
@@ -349,9 +349,6 @@ def _jaccard(run: RunFolder) -> float | None:
 def _chance(run: RunFolder) -> float | None:
     found = _client_pairs(run)
     return None if found is None else float(np.nanmean(found.chance))
-
-
-AROUND = ("embed", "norm", "head")  # the blocks
 
 
 def _third(run: RunFolder, last: bool) -> float | None:
