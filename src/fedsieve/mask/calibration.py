@@ -194,7 +194,8 @@ def _ranks(values: Tensor) -> Tensor:
     starts = true_places(~again.index_select(0, tied))
     lengths = starts.diff(append=starts.new_tensor([len(tied)]))
     ranks.index_copy_(0, tied, ((2 * tied[starts] + lengths - 1).double() / 2).repeat_interleave(lengths))
-    return torch.empty_like(ranks).index_copy_(0, places, ranks.div_(max(len(values) - 1, 1)))
+    most = ranks.new_tensor(max(len(values) - 1, 1))  # by a number of Python's a GPU would multiply with its inverse
+    return torch.empty_like(ranks).index_copy_(0, places, ranks.div_(most))
 
 
 def _over_max(values: Tensor) -> Tensor:
