@@ -10,6 +10,8 @@ FIGURES = {
     "drift": {"5-1": "by-round", "7-1": "by-sparsity", "11-1": "of-clients"},
     "overlap": {"4-1": "by-block"},
     "messages": {"10-2": "bytes"},  # drift, its messages/* alone
+    "overlap-heads": {"2-1": "by-epochs"},  # overlap, its fedavg/* alone
+    "editing-rates": {"3-1": "by-steps"},  # editing, its fedavg/* alone, each at its own rate
 }
 
 
@@ -23,6 +25,8 @@ def keep(folder: Path) -> None:
         with (folder / source).open(newline="") as file:
             reader = csv.DictReader(file)
             rows = [row for row in reader if measured(row)]
+        if not rows:  # no row of it has anything to choose
+            continue
         with (HERE / target).open("w", newline="") as file:
             writer = csv.DictWriter(file, reader.fieldnames or [], lineterminator="\n")
             writer.writeheader()
