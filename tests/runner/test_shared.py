@@ -110,7 +110,7 @@ def test_a_network_that_one_run_changed_is_new_for_the_next(tiny):
     assert torch.equal(shared.classifier(config, 10, 8, 0).head.bias, first.head.bias - 1)
 
 
-@pytest.mark.parametrize("change", ["data.size=16", "model.options.depth=1"])
+@pytest.mark.parametrize("change", ["data.size=16", "model.options.depth=1", "model.options.num_heads=4"])
 def test_what_differs_is_not_taken_for_the_same(tiny, tmp_path, change):
     shared = Shared()
     run(tiny(), tmp_path / "before", shared=shared, page=False)

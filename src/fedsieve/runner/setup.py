@@ -335,8 +335,10 @@ def featured(setup: Setup, feed: Feed, split: Split) -> Feed:
     if not len(feed):
         return feed
     backbone, data, precision = setup.model.backbone, setup.data_fingerprint, setup.experiment.precision
+    # Not all of a network shows in its weights: the number of heads does not.
+    network = setup.experiment.model.model_dump_json(include={"backbone", "options", "lora"}), digest(backbone)
     rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
-    key = ("features", digest(backbone), data, split, feed.transform, rows, setup.device, precision)
+    key = ("features", network, data, split, feed.transform, rows, setup.device, precision)
     made = setup.shared.once(
         key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features, FEATURES
     )
