@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from tests.end_to_end.test_command_line import fedsieve
 
 from fedsieve.bench import rounds as rounds_module
 from fedsieve.bench.commands import _numbers, app
-from fedsieve.bench.frontier import DIVERGED, frontier, read_points
+from fedsieve.bench.frontier import DIVERGED, frontier, make_experiment, read_points
 from fedsieve.bench.limits import promise, training_flops
 from fedsieve.bench.memory import _try, host_bytes, search
 from fedsieve.bench.peers import missing
@@ -25,6 +26,7 @@ from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_json
 from fedsieve.model.space import ParamSpace
+from fedsieve.model.weights import load_classifier
 
 CPU = torch.device("cpu")
 NAMES = [command.name or command.callback.__name__ for command in app.registered_commands]
@@ -306,6 +308,18 @@ def test_a_frontier_counts_all_that_was_sent_and_is_taken_up_where_it_was(tmp_pa
     assert [row[:7] for row in again.rows] == [tuple(row[:7]) for row in written["rows"]]
     assert "runs were there before" not in written["note"] and "5 of 5 runs were there before" in again.note
     assert changed == {place: (place / "summary.json").stat().st_mtime_ns for place in runs}
+
+
+def test_what_a_frontier_without_the_hub_is_told_to_name_can_be_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FEDSIEVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    words = ("bench", "frontier", "--device", "cpu", "--methods", "dense", "--folder")
+    assert fedsieve(*words, tmp_path / "whole") == 1
+    assert capsys.readouterr().err.strip().endswith("name your own: data.source=FOLDER model.weights=FILE")
+    file, network = tmp_path / "weights.safetensors", make_experiment("dense", 0.1, 0, True, []).model
+    safetensors.torch.save_file(load_classifier(network, 10, 16, 0).backbone.state_dict(), file)
+    named = ("data.source=digits", f"model.weights={file}")
+    assert fedsieve(*words, tmp_path / "small", "--smoke", *named) == 0
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,11 @@ import functools
 import json
 
 import pytest
+import safetensors.torch
 import torch
 
 from fedsieve.errors import FedsieveError
+from fedsieve.model.weights import load_classifier
 from fedsieve.runner import setup
 from fedsieve.runner import shared as module
 from fedsieve.runner.experiment import run
@@ -68,18 +70,26 @@ def test_of_keys_that_begin_alike_only_the_latest_last():
 HEAD = ("stages=[{name: head, train: head, epochs: 3}]", "data.transform=resize", "test_curve=true")
 
 
-def test_a_frozen_backbone_sees_every_image_once(tiny, tmp_path, monkeypatch):
+def test_a_frozen_backbone_sees_every_image_once_whatever_is_held_out(tiny, tmp_path, monkeypatch):
     seen = []
 
     def counting(feed, *arguments):
         seen.append(len(feed))
         return with_features(feed, *arguments)
 
-    monkeypatch.setattr(setup, "with_features", counting)
-    shared = Shared()
-    for number in range(2):
-        run(tiny(*HEAD, f"stages.head.optimizer.lr=0.0{number + 1}"), tmp_path / str(number), shared=shared, page=False)
-    assert len(seen) == 3  # train, validation and test, for two runs of three epochs
+    tensors = load_classifier(tiny().model, 10, 8, 0).backbone.state_dict()
+    safetensors.torch.save_file(tensors, tmp_path / "weights.safetensors")
+    pretrained = f"model.weights={tmp_path / 'weights.safetensors'}"
+    changes = [(), ("stages.head.optimizer.lr=0.01",), ("seed=4",), ("seed=4", "data.val_fraction=0")]
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "with_features", counting)
+        shared = Shared()
+        for number, change in enumerate(changes):
+            run(tiny(*HEAD, pretrained, *change), tmp_path / f"shared-{number}", shared=shared, page=False)
+    assert seen == [359, 1438]  # test, and train with validation, for four runs of three epochs
+    for number, change in enumerate(changes):
+        run(tiny(*HEAD, pretrained, *change), tmp_path / f"alone-{number}", page=False)
+        assert results(tmp_path / f"shared-{number}") == results(tmp_path / f"alone-{number}")
 
 
 def test_a_head_is_tested_as_the_whole_model_is(tiny, tmp_path):
@@ -110,7 +120,7 @@ def test_a_network_that_one_run_changed_is_new_for_the_next(tiny):
     assert torch.equal(shared.classifier(config, 10, 8, 0).head.bias, first.head.bias - 1)
 
 
-@pytest.mark.parametrize("change", ["data.size=16", "model.options.depth=1"])
+@pytest.mark.parametrize("change", ["data.size=16", "model.options.depth=1", "model.options.num_heads=4"])
 def test_what_differs_is_not_taken_for_the_same(tiny, tmp_path, change):
     shared = Shared()
     run(tiny(), tmp_path / "before", shared=shared, page=False)

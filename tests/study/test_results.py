@@ -6,21 +6,27 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 from tests.conftest import TINY
 
 from fedsieve.config import parse_config, to_yaml
+from fedsieve.mask.mask import Mask
+from fedsieve.model.space import ParamSpace
+from fedsieve.report.masks import pairs
 from fedsieve.study.definition import ClaimSpec, Row
-from fedsieve.study.page import _series, make_table
+from fedsieve.study.page import _depths, _series, make_table
 from fedsieve.study.results import FAILED, TRIES, Outcome, Result, Trial, agreement, judge, next_settings, read_outcome
 
 TINY_EXPERIMENT = parse_config(TINY)
 ROW = Row("group/row", "a row", {}, (), {}, {}, None, False, frozenset())
+ROUNDS = "stages=[{name: head, train: head, rounds: 1}, {name: backbone, train: backbone, sparse: true, rounds: 2}]"
 accuracies = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 
@@ -102,6 +108,39 @@ def test_what_is_missing_is_never_averaged(tmp_path):
     assert result.spread("test_accuracy") == pytest.approx(np.std([0.5, 0.7], ddof=1))
     assert result.state.startswith("seed 2 damaged")
     assert result.mean("bytes") is None and result.spread("bytes") is None
+
+
+def test_agreement_of_clients_masks_is_that_of_every_pair_and_computed_once_per_run(tmp_path, monkeypatch):
+    experiment = parse_config(
+        TINY, ["federation={clients: 3}", "mask={rule: random, sparsity: 0.5, scope: client}", ROUNDS]
+    )
+    names = ["backbone.cls_token", *(f"backbone.blocks.{block}.mlp.fc1.weight" for block in range(6)), "head.weight"]
+    space = ParamSpace(tuple(names), ((50,),) * 8)
+    active = torch.rand(3, space.size, generator=torch.Generator().manual_seed(0)) < torch.linspace(
+        0.2, 0.9, space.size
+    )
+    run = finished(tmp_path / "run", experiment=experiment)
+    (run / "masks").mkdir()
+    for client, mask in enumerate(active):
+        Mask.from_bool(space, mask).save(run / "masks" / f"backbone.client-{client}.safetensors")
+    count = Mock(wraps=pairs)
+    monkeypatch.setattr("fedsieve.report.folder.pairs", count)
+    result = Result(ROW, experiment, [], [read_outcome(run, experiment)])
+
+    def mean(parts):
+        found = [[(a & b).sum() / (a | b).sum() for a, b in itertools.combinations(part, 2)] for part in parts]
+        return pytest.approx(float(np.mean(found)), rel=1e-5)
+
+    per_block = active.view(3, 8, 50).transpose(0, 1)
+    assert result.mean("jaccard") == mean([active])
+    assert result.mean("jaccard_deep") == mean(per_block[5:7])
+    assert result.mean("jaccard_deep") - result.mean("jaccard_deepens") == mean(per_block[1:3])
+    assert 0.2 < result.mean("jaccard_chance") < result.mean("jaccard")
+    assert "<svg" in _depths([result]) and count.call_count == 1
+    assert (
+        Result(ROW, experiment, [], [read_outcome(finished(tmp_path / "none"), TINY_EXPERIMENT)]).mean("jaccard")
+        is None
+    )
 
 
 # --- choosing settings -----------------------------------------------------------------------------------------------

@@ -260,11 +260,7 @@ def frontier(
         }
         with tempfile.TemporaryDirectory() as vanishing:
             place = folder or Path(vanishing if smoke else "frontier")
-            try:
-                return frontier(where, smoke, place, [*chosen, *(overrides or [])], **_given(given))
-            except FedsieveError as error:  # what runs advise are fields, which are options here
-                said = str(error).replace("data.source=", "--data ").replace("model.weights=", "--weights ")
-                raise FedsieveError(said, error.exit_code) from None
+            return frontier(where, smoke, place, [*chosen, *(overrides or [])], **_given(given))
 
     _show("frontier", device, smoke, out, measure, goes_on=not smoke or folder is not None)
 

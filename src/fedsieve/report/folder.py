@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
+from fedsieve.report.masks import Pairs, pairs
 from fedsieve.wire.ledger import lines
 
 # Messages by (stage, round from 1, direction, what, bytes), and how many there were.
@@ -158,6 +160,12 @@ class RunFolder:
         ended = self.summary.stages.get(stage) if self.summary else None
         selected = ended and (ended.val_accuracy is not None or ended.client_val_accuracy is not None)
         return ended.best_at if ended and selected else None
+
+    @cached_property
+    def client_pairs(self) -> Pairs | None:
+        """How far clients' own masks of the last stage agree; None where fewer than two have one."""
+        own = read_masks(self, []).get(self.experiment.stages[-1].name)
+        return pairs(list(own.clients.values())) if own and len(own.clients) > 1 else None
 
 
 def read_run(path: Path) -> RunFolder:

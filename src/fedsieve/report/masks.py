@@ -130,6 +130,7 @@ def held(masks: Sequence[Mask]) -> Held:
 class Pairs:
     """Jaccard indices of all pairs of masks, m = n (n - 1) / 2, and what chance would give; nan where both are empty."""
 
+    block_names: list[str]
     total: np.ndarray  # (m,)
     chance: np.ndarray  # (m,) at the overall densities
     allocated: np.ndarray  # (m,) by chance with the same share of every tensor
@@ -151,10 +152,11 @@ def pairs(masks: Sequence[Mask]) -> Pairs:
     both = [float(sizes @ (shares[i] * shares[j])) for i, j in combinations(range(len(masks)), 2)]
     either = [masks[i].count + masks[j].count - both[m] for m, (i, j) in enumerate(combinations(range(len(masks)), 2))]
     return Pairs(
+        block_names=list(overlap.blocks),
         total=overlap.total[upper],
         chance=_chances(np.array([[mask.density] for mask in masks]))[0],
         allocated=np.array([b / e if e else np.nan for b, e in zip(both, either, strict=True)]),
-        blocks=np.array([overlap.blocks[block][upper] for block in blocks(space)]),
+        blocks=np.array([index[upper] for index in overlap.blocks.values()]),
         blocks_chance=_chances(per_block),
         tensors=np.array([overlap.tensors[name][upper] for name in space.names]),
         tensors_chance=_chances(shares),

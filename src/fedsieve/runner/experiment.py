@@ -496,7 +496,7 @@ class _Run:
         setup = self.setup
         forward: nn.Module = setup.model
         if stage.train == "head":
-            forward, test = setup.model.head, featured(setup, test, "test")
+            forward, [test] = setup.model.head, featured(setup, "test", test)
         return lambda: predict(forward, test, setup.autocast)
 
     def _finish(self) -> dict[str, Any]:

@@ -322,25 +322,34 @@ def fit_stage(
     return space, state, steps
 
 
-FEATURES = 9  # sets that are kept: three seeds' splits; those of trained backbones do not come again
+FEATURES = 6  # sets that are kept: two splits of three backbones; those of trained ones do not come again
 
 
 def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
     """Training and validation images as features of the backbone."""
-    return featured(setup, setup.train, "train"), featured(setup, setup.validation, "train")
+    train, validation = featured(setup, "train", setup.train, setup.validation)
+    return train, validation
 
 
-def featured(setup: Setup, feed: Feed, split: Split) -> Feed:
-    """Images as features of the backbone, computed once, as in evaluation."""
-    if not len(feed):
-        return feed
+def featured(setup: Setup, split: Split, *feeds: Feed) -> list[Feed]:
+    """Images as features of the backbone, as in evaluation; those of all feeds of a split at once.
+
+    They are computed in the split's order, so that they are the same whatever a seed holds out for validation.
+    """
+    rows, first = np.unique(np.concatenate([feed.rows for feed in feeds]), return_index=True)
+    if not len(rows):
+        return list(feeds)
+    whole = replace(feeds[0], rows=rows, labels=torch.cat([feed.labels for feed in feeds])[first])
     backbone, data, precision = setup.model.backbone, setup.data_fingerprint, setup.experiment.precision
-    rows = hashlib.blake2b(feed.rows.tobytes(), digest_size=16).hexdigest()
-    key = ("features", digest(backbone), data, split, feed.transform, rows, setup.device, precision)
+    # Not all of a network shows in its weights: the number of heads does not.
+    network = setup.experiment.model.model_dump_json(include={"backbone", "options", "lora"}), digest(backbone)
+    which = hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
+    key = ("features", network, data, split, whole.transform, which, setup.device, precision)
     made = setup.shared.once(
-        key, lambda: with_features(feed, backbone, EVALUATION_BATCH, setup.autocast).features, FEATURES
+        key, lambda: with_features(whole, backbone, EVALUATION_BATCH, setup.autocast).features, FEATURES
     )
-    return replace(feed, features=made)
+    whole = replace(whole, features=made)
+    return [whole.take(np.searchsorted(rows, feed.rows)) if len(feed) else feed for feed in feeds]
 
 
 # --- the embedded pretrained model -----------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from fedsieve.mask.overlap import blocks
 from fedsieve.report import figures as drawing
 from fedsieve.report.federation import class_map, holdings
-from fedsieve.report.folder import RunFolder, read_masks
+from fedsieve.report.folder import RunFolder
 from fedsieve.report.html import duration, figure, render, save, size, tick, tile
-from fedsieve.report.masks import block_labels, pairs
+from fedsieve.report.masks import block_labels
 from fedsieve.report.page import tiles
 from fedsieve.study import figures
 from fedsieve.study.definition import FigureSpec, Reported, SectionSpec, Study, reported_of
@@ -533,13 +532,10 @@ def _depths(results: Sequence[Result]) -> str | None:
     series, chance, names = {}, np.zeros(0), list[str]()
     for result in results:
         run = _first_run([result])
-        own = read_masks(run, []).get(run.experiment.stages[-1].name) if run else None
-        if own and len(own.clients) > 1:
-            masks = list(own.clients.values())
-            found = pairs(masks)
+        if run and (found := run.client_pairs):
             with np.errstate(all="ignore"):
                 series[str(result.settings["mask.rule"])] = _means(found.blocks)
-                names = list(blocks(masks[0].space))
+                names = found.block_names
                 chance = np.full(len(names), float(np.nanmean(found.chance)))
     return figures.depths(series, chance, block_labels(names)) if series else None
 

@@ -17,11 +17,9 @@ from scipy.stats import t as student
 
 from fedsieve.config import Experiment, load_config, to_yaml
 from fedsieve.errors import FedsieveError
-from fedsieve.mask.mask import Mask
-from fedsieve.mask.overlap import AROUND, blocks
+from fedsieve.mask.overlap import AROUND
 from fedsieve.report.folder import RunFolder, read_masks, read_run
 from fedsieve.report.html import flatten
-from fedsieve.report.masks import pairs
 from fedsieve.report.traffic import of_dense, read_traffic
 from fedsieve.runner.setup import config_digest
 from fedsieve.study.definition import ClaimSpec, Row, Study
@@ -331,34 +329,24 @@ def _steadiness(run: RunFolder) -> float | None:
     return float(np.std(values)) if len(values) > 1 else None
 
 
-def _client_masks(run: RunFolder) -> list[Mask]:
-    own = read_masks(run, []).get(run.experiment.stages[-1].name)
-    return list(own.clients.values()) if own else []
-
-
-def _client_pairs(run: RunFolder) -> Any:
-    masks = _client_masks(run)
-    return pairs(masks) if len(masks) > 1 else None
-
-
 def _jaccard(run: RunFolder) -> float | None:
-    found = _client_pairs(run)
+    found = run.client_pairs
     return None if found is None else float(np.nanmean(found.total))
 
 
 def _chance(run: RunFolder) -> float | None:
-    found = _client_pairs(run)
+    found = run.client_pairs
     return None if found is None else float(np.nanmean(found.chance))
 
 
 def _third(run: RunFolder, last: bool) -> float | None:
     """Mean agreement in the last, or first, third of the blocks; what lies around them is no block."""
-    masks = _client_masks(run)
-    if len(masks) < 2:
+    found = run.client_pairs
+    if found is None:
         return None
-    inner = [place for place, name in enumerate(blocks(masks[0].space)) if name not in AROUND]
+    inner = [place for place, name in enumerate(found.block_names) if name not in AROUND]
     count = max(1, len(inner) // 3)
-    return float(np.nanmean(pairs(masks).blocks[inner[-count:] if last else inner[:count]]))
+    return float(np.nanmean(found.blocks[inner[-count:] if last else inner[:count]]))
 
 
 def _difference(one: float | None, two: float | None) -> float | None:
