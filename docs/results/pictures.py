@@ -155,6 +155,14 @@ def ways() -> str:
     return crossed("personalization", "{1}/{0}", {"IID": "iid", "1 class": "nc1"}, kinds)
 
 
+def five() -> str:
+    rules = ("high_magnitude", "random", "least_sensitive", "most_sensitive")
+    masks = {f"a tenth, {rule.replace('_', ' ')}": f"sparse-{rule}" for rule in rules}
+    kinds = {"everything": "full"} | masks | {"LoRA": "lora", "adapters": "adapter"}
+    kinds |= {"head in closed form": "linear", "last three blocks": "last-blocks", "MLP head": "mlp"}
+    return named("personalization-nc5", {name: f"{kind}/nc5" for name, kind in kinds.items()})
+
+
 def server() -> str:
     kinds = {"mean": "server/sgd", "momentum, rate 0.1": "server/momentum", "momentum, rate 0.3": "format/int8"}
     return named("beyond", kinds | {kind.title(): f"server/{kind}" for kind in ("yogi", "adam", "adagrad")})
@@ -166,6 +174,45 @@ def anew() -> str:
     rows = {f"5 classes, mask by {name}": f"scope/{kind}-least_sensitive" for name, kind in whose.items()}
     rows |= {f"1 class, mask anew {name}": f"refresh/least_sensitive-{kind}" for name, kind in made.items()}
     return named("beyond", rows)
+
+
+def own() -> str:
+    """How clients fare on their own classes, by the shared model and by what they trained further."""
+    names, points = [], []
+    for shards, study, row in (
+        ("5 classes", "personalization-nc5", "sparse-high_magnitude/nc5"),
+        ("IID", "personalization", "sparse-high_magnitude/iid"),
+    ):
+        found = {line["measure"]: line for line in table(f"studies/{study}.csv") if line["row"] == row}
+        measures = {
+            "shared model": "clients.mean",
+            "own head": "personal.head.mean",
+            "own model": "personal.local.mean",
+        }
+        for name, measure in measures.items():
+            names.append(f"{shards}: {name}")
+            line = found[measure]
+            points.append(Point(None, 100 * float(line["mean"]), 100 * float(line["std"]), None))
+    return dots(names, points, "accuracy on a client's own classes, %", percent, None)
+
+
+def calibration() -> str:
+    names = {"head alone": "central/head-e20"}
+    names |= {f"{s} frozen, calibrated in {c}": f"central/edit-s{s}-c{c}" for s in (0.9, 0.95) for c in (1, 3, 5)}
+    names |= {"0.99 frozen, calibrated in 1": "central/edit-s0.99-c1"}
+    return named("editing-grids", names | {"0.9 frozen, scores per sample": "fisher/central-sample"})
+
+
+def work() -> str:
+    """How long clients work between two rounds, 200 steps of a head in all."""
+    runs = table("studies/editing-rates-runs.csv")
+    series = {
+        (word if word == "IID" else f"Nc={word}"): [
+            point(steps, [run for run in runs if run["row"] == f"fedavg/{key}-j{steps}"]) for steps in ("4", "8", "16")
+        ]
+        for key, word in PARTITIONS.items()
+    }
+    return lines(series, "local steps a round, of 200 in all", ACCURACY, None, False)
 
 
 def corrections() -> str:
@@ -197,6 +244,10 @@ if __name__ == "__main__":
         sums,
         privacy,
         ways,
+        five,
+        own,
+        work,
+        calibration,
         server,
         anew,
         corrections,
