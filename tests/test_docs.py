@@ -1,11 +1,14 @@
 """The documents run, and lead where they say."""
 
 import re
+import runpy
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from fedsieve.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -23,6 +26,13 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
 
 def pictures(cell) -> int:
     return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+
+
+def test_what_the_results_were_run_with_can_be_run(tmp_path, capsys):
+    script = runpy.run_path(str(ROOT / "docs" / "results" / "studies" / "run.py"))
+    for _, command in script["commands"]("CIFAR100", "VIT_TINY.safetensors", tmp_path, "full"):
+        app([*command, "--list"], standalone_mode=False)
+        assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
