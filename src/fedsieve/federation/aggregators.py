@@ -46,8 +46,6 @@ class Robust:
     m: int | None = None  # multi_krum: how many updates are averaged; default: all but f
     mix: int | None = None  # any rule: how many clients may be hostile, where updates are mixed first
     limit: float | Literal["median"] = "median"  # norm_bound: the largest norm; default: the median of all norms
-    tolerance: float = 1e-12  # geometric_median: stop when the mean distance falls by less than this share of it,
-    iterations: int = 1000  # or after so many steps
 
 
 def aggregate(kind: str, rows: Rows, weights: Tensor, settings: Robust = Robust()) -> Tensor:
@@ -64,7 +62,7 @@ def aggregate(kind: str, rows: Rows, weights: Tensor, settings: Robust = Robust(
         case "multi_krum":
             return multi_krum(updates, settings.f, settings.m)
         case "geometric_median":
-            return geometric_median(updates, weights, settings.tolerance, settings.iterations)
+            return geometric_median(updates, weights)
         case _:
             return norm_bound(updates, weights, settings.limit)
 
@@ -152,27 +150,29 @@ def multi_krum(updates: Updates, f: int, m: int | None = None) -> Tensor:
     return _combined(updates, torch.zeros(count, dtype=torch.float64).scatter_(0, chosen, 1 / len(chosen)))
 
 
-def geometric_median(
-    updates: Updates, weights: Tensor, tolerance: float = 1e-12, iterations: int = 1000, smoothing: float = 1e-6
-) -> Tensor:
-    """The point with the least weighted mean distance to all updates, by smoothed Weiszfeld steps.
+def geometric_median(updates: Updates, weights: Tensor) -> Tensor:
+    """The point with the least weighted mean distance to all updates.
 
-    Every step is a weighted mean of the updates, so it is known by C coefficients, and its distances follow from the
-    updates' scalar products: the updates are read twice, however many steps there are. Distances below `smoothing`
-    times a typical one count as that.
+    Newton's steps lead there, with distances smoothed half as much at each. It is the nearest update if that weighs more
+    than all others pull (Vardi and Zhang 2000); if not, distances are smooth around it, and a few plain steps end there.
+    Every step ends in a sum of updates, so it is known by C coefficients, and its distances follow from the updates'
+    scalar products: the updates are read twice, however many steps there are.
     """
     products, shares = _products(updates), _shares(weights)
-    typical = _weighted_median(_squared_distances(products).sqrt(), shares)  # of each update to the others
-    floor = max(smoothing * _weighted_median(typical, shares).item(), 1e-150)
-    coefficients = _shares(shares / typical.clamp(min=floor))  # a start that no minority can carry away
-    last = math.inf
-    for _ in range(iterations):
-        toward = products @ coefficients
-        distances = (products.diagonal() - 2 * toward + coefficients @ toward).clamp(min=0).sqrt()
-        mean = (shares @ distances).item()
-        if last - mean <= tolerance * mean:
-            break
-        last, coefficients = mean, _shares(shares / distances.clamp(min=floor))
+    norms = products.diagonal().sqrt()
+    typical = _weighted_median(norms, shares).clamp(min=1e-100)
+    coefficients = _shares(shares / norms.maximum(typical))  # a start that no minority can carry away
+    for halvings in range(24):
+        coefficients = _newton(products, shares, coefficients, 0.5**halvings * typical)
+    nearest = torch.zeros_like(shares)
+    nearest[_around(products, coefficients).diagonal().argmin()] = 1
+    around = _around(products, nearest)
+    distances = around.diagonal().clamp(min=0).sqrt()
+    pulls = torch.where(distances > 1e-7 * typical, shares / distances, 0)
+    if pulls @ around @ pulls < (1 - 1e-9) * shares[pulls == 0].sum() ** 2:
+        return _combined(updates, nearest)
+    for _ in range(4):
+        coefficients = _newton(products, shares, coefficients, 1e-8 * typical)
     return _combined(updates, coefficients)
 
 
@@ -196,10 +196,31 @@ def _shares(weights: Tensor) -> Tensor:
 
 
 def _weighted_median(values: Tensor, shares: Tensor) -> Tensor:
-    """The least of the last dimension's values that at least half of the weight does not exceed."""
-    ascending, order = values.sort(-1)
-    place = (shares[order].cumsum(-1) < 0.5 - 1e-9).sum(-1, keepdim=True)
-    return ascending.gather(-1, place).squeeze(-1)
+    """The least of the values that at least half of the weight does not exceed."""
+    ascending, order = values.sort()
+    return ascending[(shares[order].cumsum(0) < 0.5 - 1e-9).sum()]
+
+
+def _around(products: Tensor, coefficients: Tensor) -> Tensor:
+    """The scalar products, with the sum of updates times `coefficients` as the origin."""
+    toward = products @ coefficients
+    return products - toward[:, None] - toward + coefficients @ toward
+
+
+def _newton(products: Tensor, shares: Tensor, coefficients: Tensor, smoothing: Tensor) -> Tensor:
+    """Where the mean distance (squares of distances and `smoothing` add up) is less: a step of Newton's, or a part of it."""
+    around = _around(products, coefficients)
+    distances = (around.diagonal().clamp(min=0) + smoothing**2).sqrt()
+    pulls = shares / distances
+    cosines = around / distances / distances[:, None]
+    hessian = pulls.sum() * torch.eye(len(pulls), dtype=torch.float64) * (1 + 1e-9) - pulls[:, None] * cosines
+    step = torch.linalg.solve(hessian, shares) / distances
+    along = around @ step
+    sizes = 0.5 ** torch.arange(40, dtype=torch.float64)[:, None]
+    changes = sizes**2 * (step @ along) - 2 * sizes * along  # of squared distances
+    rises = changes / (distances + (distances**2 + changes).clamp(min=0).sqrt()) @ shares
+    size = sizes[(rises <= rises.min() + 1e-4 * smoothing).int().argmax()]  # the largest that is as good as any
+    return coefficients + size * (step - step.sum() * coefficients)
 
 
 def _without_ends(updates: Updates, dropped: int) -> Tensor:
