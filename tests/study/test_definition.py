@@ -151,6 +151,13 @@ def test_an_override_touches_the_rows_it_means_something_to(own, override, centr
         assert changed is (central if name == "central" else federated)
 
 
+def test_a_setting_of_other_rows_may_stand_where_a_folder_goes_on(own):
+    given = own(OWN, "stages.all.epochs=3")
+    (row,) = given.select(["iid/j1"])
+    assert given.idle([row]) == ["stages.all.epochs=3"] and not given.idle(given.select([]))
+    assert given.experiment(row, 0) == own().experiment(own().rows["iid/j1"], 0)
+
+
 def test_seeds_and_names_are_the_studys_own(own):
     with pytest.raises(FedsieveError, match="seed=3.*sets the seeds"):
         own(OWN, "seed=3").select([])

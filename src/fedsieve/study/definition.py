@@ -128,6 +128,10 @@ class Study:
         self._check_overrides(chosen)
         return chosen
 
+    def idle(self, rows: Sequence[Row]) -> list[str]:
+        """What the command line changed that means nothing to these rows, but does to others of the study."""
+        return [override for override in self.overrides if not any(applies(row, override) for row in rows)]
+
     @property
     def looks_at_data(self) -> bool:
         return any(figure.kind == "data" for section in self.spec.sections for figure in section.figures)
@@ -177,8 +181,8 @@ class Study:
         for override in self.overrides:
             if override.partition("=")[0].strip() in ("seed", "name"):
                 raise FedsieveError(f"command line: {override}: a study sets the seeds and names of its rows itself")
-            if not any(applies(row, override) for row in rows):
-                raise FedsieveError(f"command line: {override} applies to none of the chosen rows of {self.name}")
+            if not any(applies(row, override) for row in self.rows.values()):
+                raise FedsieveError(f"command line: {override} applies to none of the rows of {self.name}")
         for row in rows if self.overrides else ():
             self.experiment(row, 0)  # refused here, before anything is loaded, where a setting cannot be
 

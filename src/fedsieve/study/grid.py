@@ -114,6 +114,8 @@ def run_study(
     check_folder(study, out)
     grid.check()
     begin(study, out)
+    for override in study.idle(rows):
+        display.say(f"{override} means nothing to the chosen rows, only to others of this study")
     try:
         if not grid.run(limit):
             display.say(

@@ -531,17 +531,17 @@ def _confusion(run: RunFolder) -> str | None:
 def _depths(results: Sequence[Result]) -> str | None:
     series, chance, names = {}, np.zeros(0), list[str]()
     for result in results:
-        run = _first_run([result])
-        if run and (found := run.client_pairs):
+        found = [run.client_pairs for run in result.runs if run.client_pairs]
+        if found:
+            names = found[0].block_names
             with np.errstate(all="ignore"):
-                series[str(result.settings["mask.rule"])] = _means(found.blocks)
-                names = found.block_names
-                chance = np.full(len(names), float(np.nanmean(found.chance)))
+                series[str(result.settings["mask.rule"])] = _means(np.transpose([_means(one.blocks) for one in found]))
+                chance = np.full(len(names), np.mean([np.nanmean(one.chance) for one in found]))
     return figures.depths(series, chance, block_labels(names)) if series else None
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """Means over the pairs (blocks, m); nan where no pair has a value."""
+    """Means over the last of (blocks, m), pairs or runs; nan where none has a value."""
     return np.array([np.nanmean(row) if np.isfinite(row).any() else np.nan for row in values])
 
 
