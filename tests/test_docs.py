@@ -1,7 +1,9 @@
 """The documents run, and lead where they say."""
 
+import csv
 import re
 import runpy
+from collections import defaultdict
 from pathlib import Path
 
 import nbformat
@@ -28,11 +30,16 @@ def pictures(cell) -> int:
     return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
 
 
-def test_what_the_results_were_run_with_can_be_run(tmp_path, capsys):
-    script = runpy.run_path(str(ROOT / "docs" / "results" / "studies" / "run.py"))
-    for _, command in script["commands"]("CIFAR100", "VIT_TINY.safetensors", tmp_path, "full"):
+def test_what_the_results_were_run_with_can_be_run_and_gives_their_rows(tmp_path, capsys):
+    """Settings that studies no longer take, or rows that a table has and its commands lack."""
+    folder = ROOT / "docs" / "results" / "studies"
+    listed = defaultdict(set)
+    for name, command in runpy.run_path(str(folder / "run.py"))["commands"]("DATA", "WEIGHTS", tmp_path, "full"):
         app([*command, "--list"], standalone_mode=False)
-        assert capsys.readouterr().out
+        listed[name] |= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    for file in folder.glob("*-runs.csv"):
+        with file.open(newline="") as table:
+            assert {row["row"] for row in csv.DictReader(table)} <= listed[file.name.removesuffix("-runs.csv")], file
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

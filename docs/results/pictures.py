@@ -198,8 +198,8 @@ def own() -> str:
 
 def calibration() -> str:
     names = {"head alone": "central/head-e20"}
-    names |= {f"{s} frozen, calibrated in {c}": f"central/edit-s{s}-c{c}" for s in (0.9, 0.95) for c in (1, 3, 5)}
-    names |= {"0.99 frozen, calibrated in 1": "central/edit-s0.99-c1"}
+    names |= {f"{s} frozen, rounds: {c}": f"central/edit-s{s}-c{c}" for s in (0.9, 0.95) for c in (1, 3, 5)}
+    names |= {"0.99 frozen, rounds: 1": "central/edit-s0.99-c1"}
     return named("editing-grids", names | {"0.9 frozen, scores per sample": "fisher/central-sample"})
 
 
@@ -212,7 +212,7 @@ def work() -> str:
         ]
         for key, word in PARTITIONS.items()
     }
-    return lines(series, "local steps a round, of 200 in all", ACCURACY, None, False)
+    return lines(series, "local steps a round, for the same number in all", ACCURACY, None, False)
 
 
 def corrections() -> str:

@@ -2,7 +2,8 @@
 
 uv run python docs/results/studies/run.py --data CIFAR100 --weights VIT_TINY.safetensors --out runs --workers 12
 
-Stopped, the same command goes on. `--only 'drift*'` takes some of the folders, `--limit 3600` ends after an hour, `--list` prints the commands.
+Stopped, the same command goes on. `--only 'drift*'` takes some of the tables, `--limit 3600` ends after an hour, `--list` prints the commands;
+keep.py then writes the tables. Some were run with `--compile blocks`, or on a CPU: studies.md tells.
 """
 
 import argparse
@@ -15,19 +16,30 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-# A folder of results: the study, how it was changed, and rows that one process takes after another.
-FOLDERS: dict[str, tuple[str, str, list[str]]] = {
-    "overlap": ("overlap", "data.size=128 stages.all.epochs=2", ["masks/* sparse-rates/*"]),
-    "overlap-heads": ("overlap", "data.size=128 data.transform=resize", ["fedavg/*-j4", "fedavg/*-j8", "fedavg/*-j16"]),
+# A table of results: the study, how it was changed, and rows that one process takes after another.
+WAYS = ("sparse-*", "full", "lora", "adapter", "mlp", "last-blocks", "linear")
+RULES = ("random", "high_magnitude", "least_sensitive", "most_sensitive", "low_magnitude", "low_hybrid", "high_hybrid")
+PERSONAL = "data.size=128 stages.main.rounds=15 federation.personal.clients=20 federation.personal.batch_size=64"
+DRIFT = "data.size=64 mask.fisher.samples=128 stages.backbone.optimizer.lr=0.01 stages.head.rounds=30 stages.backbone.rounds=15"
+TABLES: dict[str, tuple[str, str, list[str]]] = {
+    "overlap": ("overlap", "data.size=128 stages.all.epochs=2", ["masks/*", "sparse-rates/*"]),
+    "overlap-heads": ("overlap", "data.size=128 data.transform=resize", [f"fedavg/*-j{j}" for j in (4, 8, 16)]),
     "overlap-rules": (
         "overlap",
         "data.size=128 stages.all.epochs=2",
-        ["sparse/*magnitude-*", "sparse/*sensitive-*", "sparse/random-*", "sparse/high_hybrid-*", "central/*"],
+        [*(f"sparse/{rule}-*" for rule in RULES if rule != "low_hybrid"), "central/*"],
     ),
     "editing": (
         "editing",
         "data.size=128 mask.scope=shared stages.edit.optimizer.lr=0.01 stages.edit.rounds=20",
-        ["rules-rates/nc50*", "rules-rates/iid*", "edit/nc50*", "edit/iid*", "strategies/* fisher/nc50-sample"],
+        [
+            "rules-rates/nc50*",
+            "rules-rates/iid*",
+            "edit/nc50*",
+            "edit/iid*",
+            "strategies/* fisher/nc50-sample",
+            "fedavg/*-j4",
+        ],
     ),
     "editing-headfirst": (
         "editing",
@@ -36,13 +48,11 @@ FOLDERS: dict[str, tuple[str, str, list[str]]] = {
     ),
     "editing-grids": (
         "editing",
-        "data.size=128 data.transform=resize",
-        ["central/head* central-grid/*", "fedavg/* fedavg-grid/*"],
-    ),
-    "editing-central": (
-        "editing",
         "data.size=128 data.transform=resize stages.edit.optimizer.lr=0.1 stages.edit.epochs=3",
-        ["central/edit-s0.9-* fisher/central-sample", "central/edit-s0.95-*", "central/edit-s0.99-*"],
+        [
+            *("central/head* central-grid/*", "fedavg/* fedavg-grid/*"),
+            *("central/edit-s0.9-* fisher/central-sample", "central/edit-s0.95-*", "central/edit-s0.99-*"),
+        ],
     ),
     "editing-rates": (
         "editing",
@@ -51,7 +61,7 @@ FOLDERS: dict[str, tuple[str, str, list[str]]] = {
     ),
     "drift": (
         "drift",
-        "data.size=64 mask.fisher.samples=128 stages.backbone.optimizer.lr=0.01 stages.head.rounds=30 stages.backbone.rounds=15",
+        DRIFT,
         [
             *(
                 "table2/*-j16",
@@ -60,40 +70,32 @@ FOLDERS: dict[str, tuple[str, str, list[str]]] = {
                 "table2/nc10-j4 table2/nc50-j4",
             ),
             *(f"sparsity/*-s0.{s}" for s in (2, 8, 3, 6, 9)),
-            *("fig6/iid-*", "fig6/nc5-*", "calibration/iid*", "calibration/nc5*", "blend/*"),
+            *("fig6/iid-*", "fig6/nc5-*", "blend/*"),
         ],
     ),
-    "drift-scenarios": (
-        "drift",
-        "data.size=64 mask.fisher.samples=128 stages.backbone.optimizer.lr=0.01 stages.all.optimizer.lr=0.01 "
-        "stages.head.rounds=30 stages.backbone.rounds=15 stages.all.rounds=45",
-        ["scenarios/*"],
-    ),
+    "drift-calibration": ("drift", DRIFT, ["calibration/iid*", "calibration/nc5*"]),
+    "drift-scenarios": ("drift", f"{DRIFT} stages.all.rounds=45 stages.all.optimizer.lr=0.01", ["scenarios/*"]),
     "drift-central": (
         "drift",
-        "data.size=64 stages.head.optimizer.lr=0.01 stages.head.epochs=10 stages.backbone.epochs=3 --rates 0.003,0.01,0.03",
-        [
-            "table1/head table1/scenario-1 table1/scenario-3 table1/baseline",
-            "table1/least* kinds/*",
-            "fig2/most*",
-            "fig2/random*",
-        ],
+        "data.size=64 stages.head.optimizer.lr=0.01 stages.head.epochs=10 stages.backbone.epochs=3 stages.all.epochs=4 --rates 0.003,0.01,0.03",
+        ["table1/head table1/scenario-* table1/baseline", "table1/least* kinds/*", "fig2/most*", "fig2/random*"],
     ),
-    "drift-at-once": ("drift", "data.size=64 stages.all.epochs=4 --rates 0.003,0.01,0.03", ["table1/scenario-2"]),
     "messages": ("drift", "data.size=64", ["messages/*"]),
     "beyond": (
         "beyond",
         "data.size=128 stages.backbone.rounds=200",
         [
-            *(f"rules/{rule}-tensor-s*" for rule in ("random", "high_magnitude", "least_sensitive", "most_sensitive")),
-            *(f"rules/{rule}-global-s*" for rule in ("random", "high_magnitude", "least_sensitive", "most_sensitive")),
-            *("rules/low_magnitude-*", "rules/low_hybrid-*", "rules/high_hybrid-*", "rules/*-block-*", "rules/dense"),
-            *("rules/least_sensitive-*-shrunk-*", "rules/most_sensitive-*-shrunk-*"),
-            *("scope/client-*", "scope/shared-* scope/public-*", "server/*", "format/*", "participation/*"),
-            *("devices/*", "refresh/least*", "refresh/most*"),
+            *(f"rules/{rule}-{allocation}-*" for rule in RULES for allocation in ("tensor", "global")),
+            *("rules/dense", "rules/*-block-*", "head/*", "server/*", "format/*", "participation/*", "devices/*"),
+            "scope/shared-* scope/public-*",
+            *("refresh/least*", "refresh/most*"),
         ],
     ),
-    "heads": ("beyond", "data.size=128", ["head/*"]),
+    "scope": (
+        "beyond",
+        "data.size=128 stages.backbone.rounds=200",
+        ["scope/client-*", "scope/shared-*", "scope/public-*"],
+    ),
     "corrections": (
         "beyond",
         "data.size=128 stages.backbone.rounds=25 federation.evaluate_every=5",
@@ -102,33 +104,25 @@ FOLDERS: dict[str, tuple[str, str, list[str]]] = {
     "privacy": ("beyond", "data.size=96 data.transform=resize", ["dp/* head/ridge-iid"]),
     "personalization": (
         "personalization",
-        "data.size=128 stages.main.rounds=15 federation.personal.clients=20 federation.personal.batch_size=64",
+        PERSONAL,
         [
-            *(
-                f"{way}/{where}"
-                for where in ("nc5", "nc1", "iid", "dir0.1")
-                for way in ("sparse-*", "full", "lora", "adapter", "mlp", "last-blocks")
-            ),
+            *(f"{way}/{where}" for where in ("nc1", "iid", "dir0.1") for way in WAYS),
             *("rescale/high*", "rescale/least*", "momentum/high*", "momentum/least*", "momentum/refresh-*"),
         ],
     ),
-    "personalization-heads": (
-        "personalization",
-        "data.size=128 federation.personal.clients=20 federation.personal.batch_size=64",
-        ["linear/*"],
-    ),
+    "personalization-nc5": ("personalization", PERSONAL, [f"{way}/nc5" for way in WAYS]),
     "secure": ("secure", "data.size=224", ["central/*", "fedavg/*", "most_sensitive/*", "least_sensitive/*", "sums/*"]),
 }
 
 
 def commands(data: str, weights: str, out: Path, compile: str) -> Iterator[tuple[str, list[str]]]:
-    """Folder and command of every part."""
+    """The table and the command of every part."""
     network = [f"data.source={data}", "model.backbone=vit_tiny_patch16_224", f"model.weights={weights}"]
-    for folder, (study, words, parts) in FOLDERS.items():
+    for name, (study, words, parts) in TABLES.items():
         for part in parts:
             rows = [word for row in part.split() for word in ("--rows", row)]
             changed = [*network, "data.normalize=half", f"compile={compile}", *words.split()]
-            yield folder, ["study", study, *changed, *rows, "--out", str(out / folder)]
+            yield name, ["study", study, *changed, *rows, "--out", str(out / name)]
 
 
 def main() -> None:
@@ -137,7 +131,7 @@ def main() -> None:
     parser.add_argument("--weights", required=True)
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--compile", default="full")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="FOLDER")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="TABLE")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--list", action="store_true")
@@ -145,8 +139,8 @@ def main() -> None:
     end = time.monotonic() + given.limit
     chosen = [
         command
-        for folder, command in commands(given.data, given.weights, given.out, given.compile)
-        if any(fnmatch(folder, pattern) for pattern in given.only)
+        for name, command in commands(given.data, given.weights, given.out, given.compile)
+        if any(fnmatch(name, pattern) for pattern in given.only)
     ]
     if given.list:
         print(*(shlex.join(["fedsieve", *command]) for command in chosen), sep="\n")
