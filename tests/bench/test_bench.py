@@ -17,9 +17,9 @@ from fedsieve.bench import rounds as rounds_module
 from fedsieve.bench.commands import _numbers, app
 from fedsieve.bench.frontier import DIVERGED, frontier, make_experiment, read_points
 from fedsieve.bench.limits import promise, training_flops
-from fedsieve.bench.memory import _try, host_bytes, search
+from fedsieve.bench.memory import _try, host_bytes, memory, search
 from fedsieve.bench.peers import missing
-from fedsieve.bench.result import alternate, shown
+from fedsieve.bench.result import Incomplete, alternate, shown
 from fedsieve.bench.rounds import SMALL, Case, PlainClient, flower_client, pfl_case
 from fedsieve.bench.wire import make_ways
 from fedsieve.config import Model
@@ -336,6 +336,68 @@ def test_a_frontier_of_fewer_methods_keeps_the_others_in_its_csv_and_figure(pair
     assert [row[0] for row in result.rows] == ["the last two blocks and head, fp32"]
     assert sorted((pair / "frontier.csv").read_text().splitlines()) == sorted(before.splitlines())
     assert "dense FedAvg" in (pair / "frontier.svg").read_text()
+
+
+def test_costs_are_told_to_the_target_that_is_named(pair):
+    def costs(target):
+        result = frontier(CPU, True, pair, methods=("dense",), target=target)
+        return result.rows[0][result.columns.index("MB to target")], result.note
+
+    points = read_points(pair / "runs" / "dense-0.01-0" / "metrics.jsonl")
+    assert costs(0.001)[0] == 1e-6 * points[0][1]
+    never, note = costs(1.0)
+    assert never is None and "The target is 100.0 % on validation, seen" in note
+
+
+def test_a_frontier_tells_what_never_beat_its_head(pair, tmp_path):
+    folder = shutil.copytree(pair, tmp_path / "frontier")
+    file = folder / "runs" / "dense-0.01-0" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text(
+        "".join(json.dumps(line | {"val_accuracy": 0.9} if "val_accuracy" in line else line) + "\n" for line in lines)
+    )
+    assert (
+        "Not better than the head they start from, with some seed: dense"
+        in frontier(CPU, True, folder, methods=("dense",)).note
+    )
+
+
+@pytest.mark.parametrize("override", ["test=false", "data.val_fraction=0"])
+def test_a_frontier_needs_validation_and_test(override, tmp_path):
+    with pytest.raises(FedsieveError, match="validation and test"):
+        frontier(CPU, True, tmp_path / "frontier", [override], methods=("dense",))
+
+
+def test_a_smoke_frontier_has_a_rate_of_its_own(capsys):
+    assert fedsieve("bench", "frontier", "--smoke", "--device", "cpu", "--rates", "0.1,0.3") == 2
+    assert "leave --rates out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"), [("summary.json", "val_accuracy", "much"), ("metrics.jsonl", "val_accuracy", None)]
+)
+def test_what_is_no_number_is_damage(pair, tmp_path, file, key, value):
+    folder = shutil.copytree(pair, tmp_path / "frontier")
+    place = folder / "runs" / "dense-0.01-0" / file
+    *before, last = place.read_text().strip().split("\n") if file.endswith("l") else [place.read_text()]
+    place.write_text("\n".join([*before, json.dumps(json.loads(last) | {key: value})]) + "\n")
+    with pytest.raises(FedsieveError, match="is damaged"):
+        frontier(CPU, True, folder, methods=("dense",))
+
+
+def test_what_memory_measured_is_kept_when_it_is_stopped(monkeypatch):
+    tried = iter([(True, 1e6), (True, 1e6)])
+
+    def attempt(*_):
+        try:
+            return next(tried)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr("fedsieve.bench.memory._try", attempt)
+    with pytest.raises(Incomplete) as stopped:
+        memory(CPU, True)
+    assert len(stopped.value.result.rows) == 1
 
 
 def test_finished_runs_of_another_device_are_shown_with_their_hardware_and_begun_ones_need_it(pair, tmp_path):

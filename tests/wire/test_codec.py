@@ -92,7 +92,7 @@ def test_every_message_comes_back(drawn):
 @pytest.mark.parametrize("coding", [Coding("fp16"), Coding("int8", 8), Coding("int4", 16, 0.3), Coding("coo")])
 @pytest.mark.parametrize("threaded", [0, 2**23])
 def test_a_batch_is_its_messages_and_loses_only_the_bad_ones(coding, threaded, monkeypatch):
-    monkeypatch.setattr("fedsieve.wire.codec.THREADED", threaded)
+    monkeypatch.setattr("fedsieve.wire.codec.THREADED", {"cpu": threaded})
     mask = mask_of(0.5, 0)
     values = torch.randn(3, mask.count)
     batch = encode_many(values, coding, mask, round=1, clients=[4, 5, 6], ns=[7, 8, 9], keys=[1, 2, 2**64 - 1])

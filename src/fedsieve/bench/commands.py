@@ -239,6 +239,10 @@ def frontier(
     methods: Annotated[str | None, listed("Which methods; a wrong word shows them all.")] = None,
     rates: Annotated[str | None, listed("Learning rates to try, such as 0.03,0.1,0.3.")] = None,
     seeds: Annotated[str | None, listed("Seeds: the first chooses the rate.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(min=0, max=100, metavar="PERCENT", help="Validation accuracy that costs are told to."),
+    ] = None,
 ) -> None:
     """Accuracy per byte and per second: dense FedAvg, LoRA, last blocks, client masks, a shared mask with int8."""
 
@@ -247,6 +251,8 @@ def frontier(
         from fedsieve.runner.progress import Display
 
         _refuse(overrides, {"device": "--device", "seed": "--seeds", "stages.tune.optimizer.lr": "--rates"})
+        if smoke and rates:
+            raise FedsieveError("--smoke has a rate of its own: leave --rates out")
         chosen = [f"data.source={json.dumps(data)}"] if data else []
         if weights:  # a file has no tag
             chosen += [f"model.weights={json.dumps(weights)}", "model.backbone=vit_tiny_patch16_224"]
@@ -256,6 +262,7 @@ def frontier(
                 "--rates", rates, "numbers above 0, as in 0.03,0.1", lambda rate: 0 < rate < math.inf, float
             ),
             "seeds": _numbers("--seeds", seeds, "whole numbers from 0, as in 0,1", lambda seed: seed >= 0),
+            "target": None if target is None else target / 100,
             "display": Display(Console(stderr=True)),
         }
         with tempfile.TemporaryDirectory() as vanishing:

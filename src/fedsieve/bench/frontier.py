@@ -9,7 +9,7 @@ import io
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,9 @@ class Run:
     before: bool  # whether it was there, finished or begun
     hardware: str
 
-    def first(self, accuracy: float) -> tuple[int, float]:
-        """Bytes and seconds until it was that good on validation."""
-        return next((sent, seconds) for _, sent, seconds, found in self.points if found >= accuracy)
+    def first(self, accuracy: float) -> tuple[int, float] | None:
+        """Bytes and seconds until it was that good on validation; None where it never was."""
+        return next(((sent, seconds) for _, sent, seconds, found in self.points if found >= accuracy), None)
 
 
 def frontier(
@@ -102,10 +102,12 @@ def frontier(
     methods: Sequence[str] = tuple(METHODS),
     rates: Sequence[float] = (0.03, 0.1, 0.3),
     seeds: Sequence[int] = (0,),
+    target: float | None = None,
     display: Display | None = None,
 ) -> Result:
     """Each method at the rate that is best on validation with the first seed; `folder` gets runs, a CSV and a figure.
 
+    What it takes is told until a validation accuracy of `target`, or the best that all reach.
     Runs that are there are taken over: finished ones whatever device they ran on. The CSV has all of these settings, and the
     figure all methods, also those that were not asked for this time.
     """
@@ -123,6 +125,7 @@ def frontier(
             "seeds",
             "validation, %",
             "test, %",
+            "±",
             "sent in all, MB",
             "seconds",
             "MB to target",
@@ -136,9 +139,11 @@ def frontier(
         methods = [method for method in methods if method != "lora"]
     there, runs = _finished(folder, smoke, overrides), list[Run]()
     kept: dict[str, list[Run]] = {}
+    lost: list[str] = []
     for method in methods:
         tried = [_run(method, rate, seeds[0], smoke, overrides, device, folder, display, shared) for rate in rates]
         sound = [one for one in tried if one is not None]
+        lost += [f"{method} at {rate:g}" for rate, one in zip(rates, tried, strict=True) if one is None]
         if not sound:
             result.skipped.append(f"{method}: diverged at every rate that was tried")
             continue
@@ -146,23 +151,27 @@ def frontier(
         others = [
             _run(method, best.rate, seed, smoke, overrides, device, folder, display, shared) for seed in seeds[1:]
         ]
+        lost += [f"{method}, seed {seed}" for seed, one in zip(seeds[1:], others, strict=True) if one is None]
         kept[method] = [best, *(one for one in others if one is not None)]
         runs += [*sound, *kept[method][1:]]
     if not kept:
         raise FedsieveError("bench frontier: every run diverged. Lower --rates", 1)
     # The accuracy that all of them reach with every seed, so that nobody is compared with a promise.
-    target = min(max(point[3] for point in one.points) for group in kept.values() for one in group)
-    costs = {method: [one.first(target) for one in group] for method, group in kept.items()}
-    dense = [statistics.mean(each) for each in zip(*costs["dense"], strict=True)] if "dense" in costs else [None, None]
+    shared_best = min(max(point[3] for point in one.points) for group in kept.values() for one in group)
+    reached = shared_best if target is None else target
+    costs = {method: _means(one.first(reached) for one in group) for method, group in kept.items()}
+    dense = costs.get("dense", (None, None))
+    unmoved = [
+        name for name, group in kept.items() if any(one.first(shared_best) == one.points[0][1:3] for one in group)
+    ]
     for method, group in kept.items():
         means = {
             "val": 100 * statistics.mean(one.val_accuracy for one in group),
             "test": 100 * statistics.mean(one.test_accuracy for one in group),
             "sent": statistics.mean(one.points[-1][1] for one in group),
             "seconds": statistics.mean(one.points[-1][2] for one in group),
-            "bytes": statistics.mean(sent for sent, _ in costs[method]),
-            "until": statistics.mean(seconds for _, seconds in costs[method]),
         }
+        sent, until = costs[method]
         edge = " (edge)" if len(rates) > 1 and group[0].rate in (min(rates), max(rates)) else ""
         result.rows.append(
             (
@@ -172,18 +181,24 @@ def frontier(
                 len(group),
                 means["val"],
                 means["test"],
+                100 * statistics.stdev(one.test_accuracy for one in group) if len(group) > 1 else None,
                 1e-6 * means["sent"],
                 means["seconds"],
-                1e-6 * means["bytes"],
-                means["until"],
-                *(means[key] / cost if cost else None for key, cost in zip(("bytes", "until"), dense, strict=True)),
+                None if sent is None else 1e-6 * sent,
+                until,
+                *(
+                    None if own is None or not cost else own / cost
+                    for own, cost in zip((sent, until), dense, strict=True)
+                ),
             )
         )
     result.note = (
-        f"Every method starts from the same closed-form head and sees the same cohorts. The target, {100 * target:.1f} % on validation, is "
-        f"the best that all reach. Rates tried: {', '.join(f'{rate:g}' for rate in rates)}, chosen on validation with seed {seeds[0]}; "
+        f"Every method starts from the same closed-form head and sees the same cohorts. The target is {100 * reached:.1f} % on validation"
+        f"{', the best that all reach' if target is None else ''}, seen where runs are evaluated. Rates tried: {', '.join(f'{rate:g}' for rate in rates)}, chosen on validation with seed {seeds[0]}; "
         "`edge` says that a rate outside might be better. Bytes count both directions, the head, masks and calibration; seconds "
         f"count from the head on and include evaluation, compilation and calibration.{_taken_over(runs, device)}"
+        + (f" Diverged: {'; '.join(lost)}." if lost else "")
+        + (f" Not better than the head they start from, with some seed: {', '.join(unmoved)}." if unmoved else "")
         + ("" if smoke else f" {folder}: runs (`fedsieve report` draws their pages), frontier.csv, frontier.svg.")
     )
     asked = {(one.method, one.rate, one.seed) for one in runs}
@@ -197,8 +212,17 @@ def frontier(
     return result
 
 
+def _means(costs: Iterable[tuple[int, float] | None]) -> tuple[float | None, float | None]:
+    """Mean bytes and seconds; None where some run never got there."""
+    found = list(costs)
+    if None in found:
+        return None, None
+    sent, seconds = (statistics.mean(each) for each in zip(*(one for one in found if one), strict=True))
+    return sent, seconds
+
+
 def _taken_over(runs: Sequence[Run], device: torch.device) -> str:
-    """A sentence on runs that were there before, and on hardware other than this machine's."""
+    """A sentence on runs that were there before, and on hardware and versions other than these."""
     before = [one for one in runs if one.before]
     if not before:
         return ""
@@ -209,8 +233,9 @@ def _taken_over(runs: Sequence[Run], device: torch.device) -> str:
 
 
 def _hardware(environment: Mapping[str, Any]) -> str:
-    keys = ("device", "cpu", "cpu_count")
-    return "{}, {} x {}".format(*map(environment.get, keys)) if environment.get("cpu") else "unknown hardware"
+    keys = ("device", "cpu", "cpu_count", "torch", "commit")
+    told = "{}, {} x {}, torch {}, commit {}"
+    return told.format(*map(environment.get, keys)) if environment.get("cpu") else "unknown hardware and versions"
 
 
 def _finished(folder: Path, smoke: bool, overrides: Sequence[str]) -> list[Run]:
@@ -237,7 +262,12 @@ def make_experiment(method: str, rate: float, seed: int, smoke: bool, overrides:
         f"stages.tune.optimizer.lr={rate!r}",
         f"seed={seed}",
     ]
-    return parse_config(BASE, [f"name=frontier-{method}", *chosen], where="bench frontier")
+    experiment = parse_config(BASE, [f"name=frontier-{method}", *chosen], where="bench frontier")
+    if not experiment.test or not experiment.data.val_fraction:
+        raise FedsieveError(
+            "bench frontier compares on validation and test: leave test and data.val_fraction as they are"
+        )
+    return experiment
 
 
 def _run(
@@ -306,7 +336,7 @@ def _read(place: Path, method: str, rate: float, seed: int, before: bool) -> Run
         if points[-1][:2] != (summary["rounds"], sent):
             raise ValueError("metrics.jsonl lacks rounds")
         update = statistics.mean(line.size for line in messages if line.stage == "tune" and line.what == "update")
-        accuracies = summary["val_accuracy"], summary["test_accuracy"]
+        accuracies = float(summary["val_accuracy"]), float(summary["test_accuracy"])
         hardware = _hardware(json.loads(where.read_text()) if where.exists() else {})
         return Run(method, rate, seed, points, *accuracies, update, before, hardware)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -333,7 +363,7 @@ def read_points(metrics: Path) -> list[tuple[int, int, float, float]]:
         if record["stage"] == "tune":
             seconds += record["seconds"]
         if "val_accuracy" in record:
-            points.append((number + 1, sent, seconds, record["val_accuracy"]))
+            points.append((number + 1, sent, seconds, float(record["val_accuracy"])))
     return points
 
 

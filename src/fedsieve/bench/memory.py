@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fedsieve.bench.result import Cell, Result
+from fedsieve.bench.result import Cell, Incomplete, Result
 from fedsieve.bench.rounds import BATCH, NETWORKS, SMALL, federation, make_experiment, make_feed, release
 from fedsieve.data.store import free_memory
 from fedsieve.errors import FedsieveError
@@ -64,24 +64,29 @@ def memory(
         megabytes: list[Cell] = [None if value is None else value / 1e6 for value in (found, more)]
         result.rows.append((what, sparsity, clients, *megabytes, ratio, share))
 
-    before: tuple[int, float] | None = None
-    guess = 1
-    tried(1)  # the first also takes what libraries hold from then on
-    for clients in cohorts:
-        found = tried(clients)[1]
-        more = (found - before[1]) / (clients - before[0]) if found is not None and before else None
-        add("cohort", 0.9, clients, found, more, None)
-        guess = int(total / more) if more else guess
-        before = None if found is None else (clients, found)
-    middle = cohorts[len(cohorts) // 2]
-    dense = None
-    for sparsity in sparsities:
-        found = tried(middle, sparsity)[1]
-        dense = dense or (found if sparsity == 0 else None)
-        add("sparsity", sparsity, middle, found, None, dense)
-    largest = search(lambda clients: tried(clients)[0], most, guess)
-    stopped = ", as far as was tried" if largest == most else ""
-    result.rows.append((f"largest cohort at once{stopped}", 0.9, largest, None, None, None, None))
+    try:
+        before: tuple[int, float] | None = None
+        guess = 1
+        tried(1)  # the first also takes what libraries hold from then on
+        for clients in cohorts:
+            found = tried(clients)[1]
+            more = (found - before[1]) / (clients - before[0]) if found is not None and before else None
+            add("cohort", 0.9, clients, found, more, None)
+            guess = int(total / more) if more else guess
+            before = None if found is None else (clients, found)
+        middle = cohorts[len(cohorts) // 2]
+        dense = None
+        for sparsity in sparsities:
+            found = tried(middle, sparsity)[1]
+            dense = dense or (found if sparsity == 0 else None)
+            add("sparsity", sparsity, middle, found, None, dense)
+        largest = search(lambda clients: tried(clients)[0], most, guess)
+        stopped = ", as far as was tried" if largest == most else ""
+        result.rows.append((f"largest cohort at once{stopped}", 0.9, largest, None, None, None, None))
+    except (Exception, KeyboardInterrupt) as error:
+        if not result.rows:
+            raise
+        raise Incomplete(result) from error
     return result
 
 

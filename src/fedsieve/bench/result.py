@@ -43,13 +43,19 @@ def shown(cell: Cell) -> str:
     return f"{cell:.3f}" if abs(cell) < 1 else f"{cell:.2f}" if abs(cell) < 10 else f"{cell:.1f}"
 
 
+class Medians(dict[str, float]):
+    """Median seconds of calls that took turns, and how many turns there were."""
+
+    turns = 0
+
+
 def alternate(
     calls: Mapping[str, Callable[[], object]],
     device: torch.device,
     repeats: int,
     seconds: float = float("inf"),
     warm: bool = False,
-) -> dict[str, float]:
+) -> Medians:
     """Median seconds of each call. The calls take turns, so that a disturbance of the machine falls on all of them.
 
     They are called once before, unless they are `warm`. No turn but the first begins once `seconds` have passed.
@@ -64,7 +70,9 @@ def alternate(
             break
         for name, call in calls.items():
             times[name].append(timed(call, device))
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    medians = Medians({name: statistics.median(taken) for name, taken in times.items()})
+    medians.turns = min(map(len, times.values()), default=0)
+    return medians
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

@@ -42,13 +42,15 @@ PLAIN = {"plain": "plain loop", "plain-bf16": "plain loop, bf16", "plain-compile
 PEERS = PLAIN | {"pfl": "pfl", "flower": "Flower's simulation"}
 OURS: dict[str, tuple[str, str, Speed]] = {
     "sequential": ("fedsieve, one by one", "sequential", "eager"),
+    "sequential-graph": ("fedsieve, one by one, graph", "sequential", "graph"),
+    "sequential-full": ("fedsieve, one by one, full", "sequential", "full"),
     "stacked": ("fedsieve, stacked", "stacked", "eager"),
     "stacked-graph": ("fedsieve, stacked, graph", "stacked", "graph"),
     "stacked-blocks": ("fedsieve, stacked, blocks", "stacked", "blocks"),
     "stacked-full": ("fedsieve, stacked, full", "stacked", "full"),
 }
 WAYS = (*PEERS, *OURS)
-ON_GPU = (*PEERS, "stacked-graph", "stacked-blocks", "stacked-full")
+ON_GPU = (*PEERS, "sequential-graph", "sequential-full", "stacked-graph", "stacked-blocks", "stacked-full")
 ON_CPU = ("plain", "pfl", "flower", "sequential", "stacked")
 BATCH = 64
 ACTORS = 8  # Flower's clients on one GPU at a time
@@ -246,6 +248,7 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
             "images/s",
             "plain beside it, images/s",
             "times plain",
+            "turns",
             "seconds a round",
             "of peak, %",
             "first, s",
@@ -253,7 +256,7 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
         note=f"Whole rounds: {plan.images} images a client, {plan.epochs} local epochs, batch {BATCH}; batches, transforms, local "
         "training, mean, server step. fedsieve trains a tenth of the weights (shared mask) and encodes, decodes and counts "
         "int8 messages; the plain loop masks gradients and sends nothing; pfl and Flower train all weights. `times plain` is "
-        "against the fastest plain loop, which took turns with the row and made `plain beside it` in them; `of peak` counts forward and backward of a dense network against "
+        "against the fastest plain loop, which took turns with the row and made `plain beside it` in them, medians of so many `turns`; `of peak` counts forward and backward of a dense network against "
         "the data sheet; `first` is the first round, compilation and recording included.",
         limit=limits.sentence(),
         skipped=[why for peer in ("pfl", "flower") if peer in plan.ways and (why := missing(peer))],
@@ -267,12 +270,12 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
             name = name if plan.options == "{}" else "a small ViT"
             case = Case(backbone, plan.options, pixels, cohort, plan.images, plan.epochs)
             flops = training_flops(case.experiment.model, pixels, "backbone")
-            for way, taken, reference, first in _measured(case, ways, device, plan, result.skipped):
+            for way, taken, reference, turns, first in _measured(case, ways, device, plan, result.skipped):
                 rate = case.seen / taken
                 used = 100 * rate * flops / limits.peak if limits.peak else None
                 how = PEERS[way] if way in PEERS else OURS[way][0]
                 rates = rate, case.seen / reference, reference / taken
-                result.rows.append((name, pixels, cohort, how, *rates, taken, used, first))
+                result.rows.append((name, pixels, cohort, how, *rates, turns, taken, used, first))
                 say(f"{name}, {pixels} px, {cohort} clients, {how}: {rate:,.0f} images/s, first round {first:.1f} s")
     except (Exception, KeyboardInterrupt) as error:
         if not result.rows:
@@ -283,8 +286,8 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
 
 def _measured(
     case: Case, ways: Sequence[str], device: torch.device, plan: Plan, skipped: list[str]
-) -> Iterator[tuple[str, float, float, float]]:
-    """Each way, with seconds of a round, of the fastest plain loop in the same turns, and of the way's first round.
+) -> Iterator[tuple[str, float, float, int, float]]:
+    """Each way, with seconds of a round, of the fastest plain loop in the same turns, their number, and the first round's seconds.
 
     `skipped` hears of peers that fail: what others do must not cost the table.
     """
@@ -303,7 +306,7 @@ def _measured(
         taken = alternate(calls, device, plan.repeats, plan.seconds, warm=True)
     best = min((way for way in taken if way in PLAIN), key=lambda way: taken[way])
     for way in taken:
-        yield way, taken[way], taken[best], first[way]
+        yield way, taken[way], taken[best], taken.turns, first[way]
     plain = calls[best]
     del calls
     for way in (way for way in ways if way in OURS):
@@ -315,11 +318,11 @@ def _measured(
 
 def _beside(
     plain: Callable[[], object], way: str, case: Case, device: torch.device, plan: Plan
-) -> tuple[float, float, float]:
+) -> tuple[float, float, int, float]:
     with open_way(way, case, device) as own:
         first = timed(own, device)
         taken = alternate({"plain": plain, "own": own}, device, plan.repeats, plan.seconds, warm=True)
-    return taken["own"], taken["plain"], first
+    return taken["own"], taken["plain"], taken.turns, first
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ CHECKSUM = struct.Struct("<Q")
 OVERHEAD = HEADER.size + CHECKSUM.size
 MAGIC, VERSION = b"fsv", 1
 NO_MASK = bytes(16)
-THREADED = 2**23  # bytes to copy from which threads are worth their start
+THREADED = {"cuda": 2**23}  # bytes from which threads are worth their start: two cores alone are slower by them
 _R = TypeVar("_R")
 _CODES = {name: code for code, name in enumerate(BITS)}
 
@@ -144,7 +144,7 @@ def encode_many(
     def seal(client: int, n: int, place: bytes, row: np.ndarray) -> memoryview:
         return _seal(coding, round, client, n, over, section, place, row)
 
-    return _side_by_side(seal, zip(clients, ns, positions, payload, strict=True), payload.nbytes)
+    return _side_by_side(seal, zip(clients, ns, positions, payload, strict=True), payload.nbytes, values.device)
 
 
 def decode(
@@ -345,7 +345,7 @@ def _values(batch: list[_Opened], coding: Coding, k: int, device: torch.device |
         def fill(row: np.ndarray, opened: _Opened) -> None:
             row[:] = np.frombuffer(opened.payload, dtype=np.uint8)
 
-        _side_by_side(fill, zip(payload.numpy(), batch, strict=True), payload.nbytes)
+        _side_by_side(fill, zip(payload.numpy(), batch, strict=True), payload.nbytes, torch.device(device))
     sent = dequantise(payload.to(device), kept, coding)
     chosen = [opened.positions for opened in batch if opened.positions is not None]
     if not chosen:
@@ -366,9 +366,11 @@ def _fetched(payload: Tensor) -> Tensor:
     return torch.empty_like(payload, device="cpu", pin_memory=True).copy_(payload)
 
 
-def _side_by_side(work: Callable[..., _R], items: Iterable[tuple[Any, ...]], size: int) -> list[_R]:
-    """`work` of each of the items, in threads where they have megabytes to copy."""
-    if size < THREADED:
+def _side_by_side(
+    work: Callable[..., _R], items: Iterable[tuple[Any, ...]], size: int, device: torch.device
+) -> list[_R]:
+    """`work` of each of the items, in threads where a GPU waits for megabytes."""
+    if size < THREADED.get(device.type, math.inf):
         return [work(*item) for item in items]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return list(threads.map(lambda item: work(*item), items))
