@@ -87,7 +87,13 @@ class Run:
     test_accuracy: float
     update: float  # bytes of one client's, on average
     before: bool  # whether it was there, finished or begun
-    hardware: str
+    origin: str  # hardware and versions
+
+    @property
+    def moved(self) -> bool:
+        """Whether it was ever better than the head it starts from."""
+        head, *later = (accuracy for *_, accuracy in self.points)
+        return max(later, default=head) > head
 
     def first(self, accuracy: float) -> tuple[int, float] | None:
         """Bytes and seconds until it was that good on validation; None where it never was."""
@@ -161,9 +167,7 @@ def frontier(
     reached = shared_best if target is None else target
     costs = {method: _means(one.first(reached) for one in group) for method, group in kept.items()}
     dense = costs.get("dense", (None, None))
-    unmoved = [
-        name for name, group in kept.items() if any(one.first(shared_best) == one.points[0][1:3] for one in group)
-    ]
+    unmoved = [name for name, group in kept.items() if any(not one.moved for one in group)]
     for method, group in kept.items():
         means = {
             "val": 100 * statistics.mean(one.val_accuracy for one in group),
@@ -226,13 +230,13 @@ def _taken_over(runs: Sequence[Run], device: torch.device) -> str:
     before = [one for one in runs if one.before]
     if not before:
         return ""
-    here = _hardware(describe_environment(device))
-    elsewhere = Counter(one.hardware for one in before if one.hardware != here)
-    where = "; ".join(f"{count} on {hardware}" for hardware, count in elsewhere.items())
+    here = _origin(describe_environment(device))
+    elsewhere = Counter(one.origin for one in before if one.origin != here)
+    where = "; ".join(f"{count} on {origin}" for origin, count in elsewhere.items())
     return f" {len(before)} of {len(runs)} runs were there before, finished or begun{f': {where}' if where else ''}."
 
 
-def _hardware(environment: Mapping[str, Any]) -> str:
+def _origin(environment: Mapping[str, Any]) -> str:
     keys = ("device", "cpu", "cpu_count", "torch", "commit")
     told = "{}, {} x {}, torch {}, commit {}"
     return told.format(*map(environment.get, keys)) if environment.get("cpu") else "unknown hardware and versions"
@@ -337,8 +341,8 @@ def _read(place: Path, method: str, rate: float, seed: int, before: bool) -> Run
             raise ValueError("metrics.jsonl lacks rounds")
         update = statistics.mean(line.size for line in messages if line.stage == "tune" and line.what == "update")
         accuracies = float(summary["val_accuracy"]), float(summary["test_accuracy"])
-        hardware = _hardware(json.loads(where.read_text()) if where.exists() else {})
-        return Run(method, rate, seed, points, *accuracies, update, before, hardware)
+        origin = _origin(json.loads(where.read_text()) if where.exists() else {})
+        return Run(method, rate, seed, points, *accuracies, update, before, origin)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise _damaged(place, error) from None
 

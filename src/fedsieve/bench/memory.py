@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fedsieve.bench.result import Cell, Incomplete, Result
+from fedsieve.bench.result import Cell, Result, keeping
 from fedsieve.bench.rounds import BATCH, NETWORKS, SMALL, federation, make_experiment, make_feed, release
 from fedsieve.data.store import free_memory
 from fedsieve.errors import FedsieveError
@@ -64,7 +64,7 @@ def memory(
         megabytes: list[Cell] = [None if value is None else value / 1e6 for value in (found, more)]
         result.rows.append((what, sparsity, clients, *megabytes, ratio, share))
 
-    try:
+    with keeping(result):
         before: tuple[int, float] | None = None
         guess = 1
         tried(1)  # the first also takes what libraries hold from then on
@@ -83,10 +83,6 @@ def memory(
         largest = search(lambda clients: tried(clients)[0], most, guess)
         stopped = ", as far as was tried" if largest == most else ""
         result.rows.append((f"largest cohort at once{stopped}", 0.9, largest, None, None, None, None))
-    except (Exception, KeyboardInterrupt) as error:
-        if not result.rows:
-            raise
-        raise Incomplete(result) from error
     return result
 
 

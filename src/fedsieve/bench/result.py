@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,17 @@ class Incomplete(Exception):
     def __init__(self, result: Result) -> None:
         super().__init__("incomplete")
         self.result = result
+
+
+@contextmanager
+def keeping(result: Result) -> Iterator[None]:
+    """Whatever stops a benchmark leaves the rows that are there."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not result.rows:
+            raise
+        raise Incomplete(result) from error
 
 
 def shown(cell: Cell) -> str:

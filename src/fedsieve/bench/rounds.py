@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsieve.bench.limits import measure_limits, training_flops
 from fedsieve.bench.peers import Arrays, flower_rounds, missing, pfl_rounds
-from fedsieve.bench.result import Incomplete, Result, alternate, timed
+from fedsieve.bench.result import Result, alternate, keeping, timed
 from fedsieve.config import Data, Experiment, parse_config
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
@@ -264,7 +264,7 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
     ways = [way for way in plan.ways if way not in ("pfl", "flower") or not missing(way)]
     if not any(way in PLAIN for way in ways):
         raise FedsieveError(f"bench round: --ways needs a plain loop to compare with: {', '.join(PLAIN)}")
-    try:
+    with keeping(result):
         for network, pixels, cohort in itertools.product(plan.networks, plan.pixels, plan.cohorts):
             name, backbone = NETWORKS[network]
             name = name if plan.options == "{}" else "a small ViT"
@@ -277,10 +277,6 @@ def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Cal
                 rates = rate, case.seen / reference, reference / taken
                 result.rows.append((name, pixels, cohort, how, *rates, turns, taken, used, first))
                 say(f"{name}, {pixels} px, {cohort} clients, {how}: {rate:,.0f} images/s, first round {first:.1f} s")
-    except (Exception, KeyboardInterrupt) as error:
-        if not result.rows:
-            raise
-        raise Incomplete(result) from error
     return result
 
 

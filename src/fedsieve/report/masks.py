@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.overlap import block_of, blocks, expected_jaccard, jaccard_table
+from fedsieve.mask.overlap import AROUND, block_of, blocks, expected_jaccard, jaccard_table
 from fedsieve.report.figures import BLUE, GRID, INK, LABELLED_CLASSES, MUTED, ORANGE, PANEL, drawn, pen, short
 from fedsieve.report.html import figure, render, save
 
@@ -24,7 +24,6 @@ NUMBERED_COLUMNS = 16  # more cells than this in a row are too narrow for number
 NUMBERED_MASKS = 12
 LISTED = 40  # tensors around the blocks that are drawn; the table has them all
 EVERY_MASK = 8  # up to so many masks each has its own pictures, and its own column
-AROUND = ("embed", "norm", "head")  # what lies around the blocks
 FEW = 10  # active weights: fewer make a Jaccard index that jumps
 
 
