@@ -169,7 +169,8 @@ def test_a_gpu_that_is_not_in_the_table_has_no_data_sheet():
     assert promise("NVIDIA GeForce GTX 1080") is None and promise("NVIDIA GH200 480GB") is None
 
 
-def test_a_peer_that_fails_is_left_out_with_a_word(monkeypatch):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_peer_that_fails_is_left_out_with_a_word(together, monkeypatch):
     opened = rounds_module.open_way
 
     def open_way(way, case, device):
@@ -180,12 +181,25 @@ def test_a_peer_that_fails_is_left_out_with_a_word(monkeypatch):
     monkeypatch.setattr(rounds_module, "open_way", open_way)
     monkeypatch.setattr(rounds_module, "missing", lambda _: None)
     plan = replace(rounds_module.default_plan(CPU, smoke=True), ways=("plain", "pfl", "sequential"))
-    result = rounds_module.rounds(CPU, True, plan)
+    result = rounds_module.rounds(CPU, True, replace(plan, together=together))
     assert [row[3] for row in result.rows] == ["plain loop", "fedsieve, one by one"]
     assert result.skipped == ["pfl, 16 px: failed, ImportError: no such thing"]
     for row in result.rows:
         rate, beside, ratio = row[4:7]
         assert rate / beside == pytest.approx(ratio)
+
+
+def test_ways_that_are_measured_together_have_one_loop_beside_them():
+    assert len(measured_beside(together=True)) == 1
+    assert len(measured_beside(together=False)) == 3
+
+
+def measured_beside(together):
+    ways = ("plain", "sequential", "stacked")
+    plan = replace(rounds_module.default_plan(CPU, smoke=True), ways=ways, together=together)
+    rows = rounds_module.rounds(CPU, True, plan).rows
+    assert [row[3] for row in rows] == ["plain loop", "fedsieve, one by one", "fedsieve, stacked"]
+    return {row[5] for row in rows}
 
 
 def test_a_round_that_was_not_stacked_is_not_shown_as_stacked():

@@ -20,30 +20,25 @@ from pathlib import Path
 WAYS = ("sparse-*", "full", "lora", "adapter", "mlp", "last-blocks", "linear")
 RULES = ("random", "high_magnitude", "least_sensitive", "most_sensitive", "low_magnitude", "low_hybrid", "high_hybrid")
 PERSONAL = "data.size=128 stages.main.rounds=15 federation.personal.clients=20 federation.personal.batch_size=64"
-DRIFT = "data.size=64 mask.fisher.samples=128 stages.backbone.optimizer.lr=0.01 stages.head.rounds=30 stages.backbone.rounds=15"
+KINDS = ("tensor", "global")
+DRIFT = (
+    "data.size=64 mask.fisher.samples=128 stages.backbone.optimizer.lr=0.01 stages.all.optimizer.lr=0.01 "
+    "stages.head.rounds=30 stages.backbone.rounds=15 stages.all.rounds=45 federation.evaluate_every=5"
+)
+EDITING = "data.size=128 mask.scope=shared stages.edit.optimizer.lr=0.01 stages.edit.rounds=20"
 TABLES: dict[str, tuple[str, str, list[str]]] = {
     "overlap": ("overlap", "data.size=128 stages.all.epochs=2", ["masks/*", "sparse-rates/*"]),
     "overlap-heads": ("overlap", "data.size=128 data.transform=resize", [f"fedavg/*-j{j}" for j in (4, 8, 16)]),
     "overlap-rules": (
         "overlap",
-        "data.size=128 stages.all.epochs=2",
+        "data.size=64 stages.all.epochs=2",
         [*(f"sparse/{rule}-*" for rule in RULES if rule != "low_hybrid"), "central/*"],
     ),
-    "editing": (
-        "editing",
-        "data.size=128 mask.scope=shared stages.edit.optimizer.lr=0.01 stages.edit.rounds=20",
-        [
-            "rules-rates/nc50*",
-            "rules-rates/iid*",
-            "edit/nc50*",
-            "edit/iid*",
-            "strategies/* fisher/nc50-sample",
-            "fedavg/*-j4",
-        ],
-    ),
+    "editing": ("editing", EDITING, ["rules-rates/nc50*", "edit/nc50*c5", "fedavg/*-j4"]),
+    "editing-iid": ("editing", EDITING, ["rules-rates/iid*", "edit/iid*c5 strategies/* fisher/nc50-sample"]),
     "editing-headfirst": (
         "editing",
-        "data.size=128 mask.scope=shared stages.head.optimizer.lr=0.1 stages.edit.optimizer.lr=0.01 stages.edit.rounds=20",
+        f"{EDITING} stages.head.optimizer.lr=0.1",
         ["headfirst/iid* fedavg/iid-j4", "headfirst/nc50* fedavg/nc50-j4"],
     ),
     "editing-grids": (
@@ -70,11 +65,10 @@ TABLES: dict[str, tuple[str, str, list[str]]] = {
                 "table2/nc10-j4 table2/nc50-j4",
             ),
             *(f"sparsity/*-s0.{s}" for s in (2, 8, 3, 6, 9)),
-            *("fig6/iid-*", "fig6/nc5-*", "blend/*"),
+            *("fig6/iid-*", "fig6/nc5-*", "blend/*", "scenarios/at-once", "scenarios/head-first"),
         ],
     ),
     "drift-calibration": ("drift", DRIFT, ["calibration/iid*", "calibration/nc5*"]),
-    "drift-scenarios": ("drift", f"{DRIFT} stages.all.rounds=45 stages.all.optimizer.lr=0.01", ["scenarios/*"]),
     "drift-central": (
         "drift",
         "data.size=64 stages.head.optimizer.lr=0.01 stages.head.epochs=10 stages.backbone.epochs=3 stages.all.epochs=4 --rates 0.003,0.01,0.03",
@@ -85,10 +79,21 @@ TABLES: dict[str, tuple[str, str, list[str]]] = {
         "beyond",
         "data.size=128 stages.backbone.rounds=200",
         [
-            *(f"rules/{rule}-{allocation}-*" for rule in RULES for allocation in ("tensor", "global")),
-            *("rules/dense", "rules/*-block-*", "head/*", "server/*", "format/*", "participation/*", "devices/*"),
+            *(f"rules/{rule}-{kind}-s0.9 rules/{rule}-{kind}-s0.99" for rule in RULES[:2] for kind in KINDS),
+            *("rules/*_sensitive-tensor-s*", "rules/*_sensitive-global-s0.9", "rules/*_hybrid-tensor-s0.9"),
+            *("rules/least_sensitive-tensor-shrunk-s0.9", "rules/dense", "rules/least_sensitive-block-s0.9"),
+            *("head/*", "server/*", "format/*", "participation/*", "devices/*", "refresh/least*"),
             "scope/shared-* scope/public-*",
-            *("refresh/least*", "refresh/most*"),
+        ],
+    ),
+    "rules": (
+        "beyond",
+        "data.size=128 stages.backbone.rounds=200",
+        [
+            "rules/low_magnitude-*",
+            *(f"rules/{rule}-{kind}-s0.99" for rule in RULES[5:] for kind in KINDS),
+            *("rules/*_hybrid-global-s0.9", "rules/*_sensitive-global-s0.99", "rules/*-block-*"),
+            *("rules/least_sensitive-*-shrunk-*", "rules/most_sensitive-*-shrunk-*", "refresh/most*"),
         ],
     ),
     "scope": (
@@ -101,16 +106,23 @@ TABLES: dict[str, tuple[str, str, list[str]]] = {
         "data.size=128 stages.backbone.rounds=25 federation.evaluate_every=5",
         ["correction/*-sparse", "correction/*-dense", "hostile/*", "hostile-skewed/*"],
     ),
+    "hostile-skewed": (
+        "beyond",
+        "data.size=128 stages.backbone.rounds=25 federation.evaluate_every=5",
+        ["hostile-skewed/*"],
+    ),
     "privacy": ("beyond", "data.size=96 data.transform=resize", ["dp/* head/ridge-iid"]),
-    "personalization": (
+    "personalization": ("personalization", PERSONAL, [f"{way}/{where}" for where in ("nc1", "iid") for way in WAYS]),
+    "personalization-nc5": ("personalization", PERSONAL, [f"{way}/nc5" for way in WAYS]),
+    "personalization-dir0.1": ("personalization", PERSONAL, [f"{way}/dir0.1" for way in WAYS]),
+    "personalization-steps": (
         "personalization",
-        PERSONAL,
+        "data.size=64 stages.main.rounds=15 federation.personal=null",
         [
-            *(f"{way}/{where}" for where in ("nc1", "iid", "dir0.1") for way in WAYS),
-            *("rescale/high*", "rescale/least*", "momentum/high*", "momentum/least*", "momentum/refresh-*"),
+            *("sparse-high*/nc5", "sparse-least*/nc5", "rescale/high*", "rescale/least*"),
+            *("momentum/high*", "momentum/least*", "momentum/refresh-*"),
         ],
     ),
-    "personalization-nc5": ("personalization", PERSONAL, [f"{way}/nc5" for way in WAYS]),
     "secure": ("secure", "data.size=224", ["central/*", "fedavg/*", "most_sensitive/*", "least_sensitive/*", "sums/*"]),
 }
 

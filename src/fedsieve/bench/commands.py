@@ -87,6 +87,13 @@ def round_(
         float | None,
         typer.Option(min=0, help="No further turn of a group of ways begins after these.", show_default=False),
     ] = None,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="All ways take turns with each other, in less time; they must fit into memory at once. Otherwise peers do, and then each of ours with the fastest plain loop.",
+        ),
+    ] = False,
 ) -> None:
     """Images a second of whole federated rounds, against the plain loop, pfl and Flower."""
 
@@ -104,6 +111,7 @@ def round_(
             "epochs": epochs,
             "repeats": repeats,
             "seconds": seconds,
+            "together": together,
         }
         return rounds(where, smoke, replace(default_plan(where, smoke), **_given(given)), _say)
 

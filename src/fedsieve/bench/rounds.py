@@ -222,6 +222,7 @@ class Plan:
     epochs: int = 4
     repeats: int = 3
     seconds: float = 30.0  # after which no further turn of a group of ways begins
+    together: bool = False  # all ways are one group, and in memory at once
     options: str = "{}"  # of the networks
 
 
@@ -233,7 +234,7 @@ def default_plan(device: torch.device, smoke: bool) -> Plan:
 
 
 def rounds(device: torch.device, smoke: bool, plan: Plan | None = None, say: Callable[[str], object] = str) -> Result:
-    """Every way does the same work: peers take turns with each other, and each of ours with the fastest plain loop.
+    """Every way does the same work: peers take turns with each other, and each of ours with the fastest plain loop; or all at once.
 
     `say` tells of every row that is there.
     """
@@ -290,12 +291,12 @@ def _measured(
     calls: dict[str, Callable[[], object]] = {}
     first: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
-        for way in (way for way in ways if way in PEERS):
+        for way in (way for way in ways if plan.together or way in PEERS):
             try:
                 calls[way] = stack.enter_context(open_way(way, case, device))
                 first[way] = timed(calls[way], device)
             except Exception as error:
-                if way in PLAIN:
+                if way in PLAIN or way in OURS:
                     raise
                 calls.pop(way, None)
                 skipped.append(f"{way}, {case.pixels} px: failed, {type(error).__name__}: {str(error)[:200]}")
@@ -305,7 +306,7 @@ def _measured(
         yield way, taken[way], taken[best], taken.turns, first[way]
     plain = calls[best]
     del calls
-    for way in (way for way in ways if way in OURS):
+    for way in (way for way in ways if way not in taken and way in OURS):
         # One of ours at a time: what it holds on the device must not crowd out the next.
         release(device)
         yield way, *_beside(plain, way, case, device, plan)
