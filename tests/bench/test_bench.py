@@ -24,6 +24,7 @@ from fedsieve.bench.rounds import SMALL, Case, PlainClient, flower_client, pfl_c
 from fedsieve.bench.wire import make_ways
 from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.executors import Stacked
 from fedsieve.files import write_json
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier
@@ -200,6 +201,20 @@ def measured_beside(together):
     rows = rounds_module.rounds(CPU, True, plan).rows
     assert [row[3] for row in rows] == ["plain loop", "fedsieve, one by one", "fedsieve, stacked"]
     return {row[5] for row in rows}
+
+
+@pytest.mark.parametrize(("way", "at_once"), [("single-full", 1), ("stacked", 2)])
+def test_clients_train_one_by_one_or_stacked_as_the_way_says(way, at_once, monkeypatch):
+    made, build = [], Stacked._build
+
+    def watch(self, clients):
+        made.append(clients)
+        build(self, clients)
+
+    monkeypatch.setattr(Stacked, "_build", watch)
+    with rounds_module.open_way(way, CASE, CPU) as step:
+        step()
+    assert made == [at_once]
 
 
 def test_a_round_that_was_not_stacked_is_not_shown_as_stacked():

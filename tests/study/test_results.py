@@ -171,6 +171,15 @@ def test_rates_are_widened_until_the_best_lies_inside_or_enough_were_tried(best,
     assert len(found) >= TRIES or min(found) < chosen < max(found)
 
 
+def test_where_no_rate_taught_anything_higher_ones_are_tried():
+    found = {0.003: 0.0064, 0.01: 0.0072, 0.03: 0.007, 0.1: 0.01, 0.333: 0.0266, 1.11: 0.48}  # chance is 0.01
+    tune = {"stages.edit.optimizer.lr": [0.003, 0.01, 0.03]}
+    trials = search(tune, lambda settings: found[settings["stages.edit.optimizer.lr"]])
+    assert [trial.settings["stages.edit.optimizer.lr"] for trial in trials] == list(found)
+    falling = search(tune, lambda settings: 0.01 if settings["stages.edit.optimizer.lr"] < 0.05 else None)
+    assert [trial.accuracy for trial in falling] == [0.01, 0.01, 0.01, -1.0, 0.01]  # and one below them
+
+
 def test_other_settings_are_tried_as_they_are_given_and_diverged_ones_are_not_chosen():
     tune = {"mask.sparsity": [0.5, 0.9], "mask.rule": ["random", "high_magnitude"]}
     trials = search(tune, lambda s: None if s["mask.rule"] == "random" else s["mask.sparsity"])

@@ -42,15 +42,15 @@ PLAIN = {"plain": "plain loop", "plain-bf16": "plain loop, bf16", "plain-compile
 PEERS = PLAIN | {"pfl": "pfl", "flower": "Flower's simulation"}
 OURS: dict[str, tuple[str, str, Speed]] = {
     "sequential": ("fedsieve, one by one", "sequential", "eager"),
-    "sequential-graph": ("fedsieve, one by one, graph", "sequential", "graph"),
-    "sequential-full": ("fedsieve, one by one, full", "sequential", "full"),
+    "single-graph": ("fedsieve, one by one, graph", "stacked", "graph"),
+    "single-full": ("fedsieve, one by one, full", "stacked", "full"),
     "stacked": ("fedsieve, stacked", "stacked", "eager"),
     "stacked-graph": ("fedsieve, stacked, graph", "stacked", "graph"),
     "stacked-blocks": ("fedsieve, stacked, blocks", "stacked", "blocks"),
     "stacked-full": ("fedsieve, stacked, full", "stacked", "full"),
 }
 WAYS = (*PEERS, *OURS)
-ON_GPU = (*PEERS, "sequential-graph", "sequential-full", "stacked-graph", "stacked-blocks", "stacked-full")
+ON_GPU = (*PEERS, "single-graph", "single-full", "stacked-graph", "stacked-blocks", "stacked-full")
 ON_CPU = ("plain", "pfl", "flower", "sequential", "stacked")
 BATCH = 64
 ACTORS = 8  # Flower's clients on one GPU at a time
@@ -337,7 +337,9 @@ def open_way(way: str, case: Case, device: torch.device) -> Iterator[Callable[[]
             yield step
     else:
         _, executor, speed = OURS[way]
-        with federation(case.experiment, case.network(device), case.feed(device), executor, speed) as stage:
+        at_once = 1 if way.startswith("single") else None
+        experiment = case.experiment.model_copy(update={"clients_at_once": at_once})
+        with federation(experiment, case.network(device), case.feed(device), executor, speed) as stage:
             going = stage.rounds()
 
             def step() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fedsieve.bench.result import Result, alternate
+from fedsieve.bench.result import Result, alternate, keeping
 from fedsieve.config import Experiment, Granularity, Model, Optimizer, Stage
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.calibration import calibrate, random_scores
@@ -61,30 +61,31 @@ def sparse(device: torch.device, smoke: bool) -> Result:
     cases: list[tuple[str, str, Speed]] = [(*case, "graph") for case in masks]
     if large:  # where elementwise kernels are fused, products are a larger part of a step
         cases.append(("row", "0.9", "full"))
-    for kind, sparsity, speed in cases:
-        make, model = masks[kind, sparsity], fresh()[0]
-        try:
-            mask = make(model)
-        except FedsieveError:
-            result.rows.append((kind, sparsity, "no whole group fits", *[None] * 5))
-            continue
-        if speed == "full":
-            kind = f"{kind}, both compiled"
-            dense, dense_state, _ = _step(fresh()[0], space, None, pixels, batch, steps, speed)
-        masked, state, memory = _step(model, space, mask, pixels, batch, steps, speed)
-        taken = alternate({"dense": dense, "masked": masked}, device, repeats)
-        result.rows.append(
-            (
-                kind,
-                sparsity,
-                100 * mask.density,
-                1e3 * taken["dense"] / steps,
-                1e3 * taken["masked"] / steps,
-                taken["masked"] / taken["dense"],
-                memory / dense_memory if dense_memory else None,
-                state() / dense_state(),
+    with keeping(result):
+        for kind, sparsity, speed in cases:
+            make, model = masks[kind, sparsity], fresh()[0]
+            try:
+                mask = make(model)
+            except FedsieveError:
+                result.rows.append((kind, sparsity, "no whole group fits", *[None] * 5))
+                continue
+            if speed == "full":
+                kind = f"{kind}, both compiled"
+                dense, dense_state, _ = _step(fresh()[0], space, None, pixels, batch, steps, speed)
+            masked, state, memory = _step(model, space, mask, pixels, batch, steps, speed)
+            taken = alternate({"dense": dense, "masked": masked}, device, repeats)
+            result.rows.append(
+                (
+                    kind,
+                    sparsity,
+                    100 * mask.density,
+                    1e3 * taken["dense"] / steps,
+                    1e3 * taken["masked"] / steps,
+                    taken["masked"] / taken["dense"],
+                    memory / dense_memory if dense_memory else None,
+                    state() / dense_state(),
+                )
             )
-        )
     return result
 
 

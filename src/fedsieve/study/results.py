@@ -28,6 +28,7 @@ State = Literal["finished", "diverged", "not run", "unfinished", "damaged", "ano
 FAILED = "failed.json"  # in the folder of a run that diverged
 STEADY = 10  # evaluations at the end over which steadiness is taken
 TRIES, WIDEN = 6, ".lr"  # a rate at the edge of what was tried is tried further, up to so many
+FLAT = 0.005  # accuracies that differ by less tell nothing: where no rate has taught anything, noise has its best inside
 Settings = dict[str, Any]
 
 
@@ -151,10 +152,15 @@ def next_settings(tune: Mapping[str, Sequence[Any]], trials: Sequence[Trial], sm
         return None
     best = best_trial(trials)
     rates = sorted({found.settings[key] for found in trials})
-    if best is None or best.settings[key] not in (rates[0], rates[-1]) or not all(found.over for found in trials):
+    if best is None or not all(found.over for found in trials):
+        return None
+    accuracies = [found.accuracy for found in trials if found.accuracy is not None]
+    flat = max(accuracies) - min(accuracies) < FLAT
+    if not flat and best.settings[key] not in (rates[0], rates[-1]):
         return None
     step = max(2.0, rates[1] / rates[0])
-    beyond = rates[0] / step if best.settings[key] == rates[0] else rates[-1] * step
+    lower = best.settings[key] == rates[0] and not flat
+    beyond = rates[0] / step if lower else rates[-1] * step
     return {key: float(f"{beyond:.3g}")}
 
 
