@@ -100,7 +100,7 @@ def start() -> str:
     """The rules at 0.9 frozen, with a head that is new and one that was trained first."""
     studies = {
         "new head, central": ("overlap", "sparse-rates/{}-s0.9"),
-        "new head, Nc=50": ("editing", "rules-rates/nc50-{}"),
+        "new head, IID": ("editing-iid", "rules-rates/iid-{}"),
         "head first, Nc=1": ("beyond", "rules/{}-tensor-s0.9"),
     }
     names, points = [], []
@@ -132,8 +132,13 @@ def privacy() -> str:
 
 def named(study: str, names: Mapping[str, str]) -> str:
     """Rows of a study, by the names they are shown with."""
-    runs = table(f"studies/{study}-runs.csv")
-    points = [point(None, [run for run in runs if run["row"] == row]) for row in names.values()]
+    return gathered({name: (study, row) for name, row in names.items()})
+
+
+def gathered(names: Mapping[str, tuple[str, str]]) -> str:
+    """Rows of several studies, by the names they are shown with."""
+    runs = {study: table(f"studies/{study}-runs.csv") for study, _ in names.values()}
+    points = [point(None, [run for run in runs[study] if run["row"] == row]) for study, row in names.values()]
     return dots(list(names), points, ACCURACY, percent, None)
 
 
@@ -170,10 +175,19 @@ def server() -> str:
 
 def anew() -> str:
     made = {"never": "never", "every 100 rounds": "100", "every 50": "50"}
-    whose = {"all clients' scores": "shared", "the server's images": "public"}
-    rows = {f"5 classes, mask by {name}": f"scope/{kind}-least_sensitive" for name, kind in whose.items()}
-    rows |= {f"1 class, mask anew {name}": f"refresh/least_sensitive-{kind}" for name, kind in made.items()}
-    return named("beyond", rows)
+    whose = {"all clients' scores": "shared", "the server's images": "public", "each client for itself": "client"}
+    rows = {f"5 classes, mask by {name}": ("scope", f"scope/{kind}-least_sensitive") for name, kind in whose.items()}
+    rows |= {f"1 class, mask anew {name}": ("beyond", f"refresh/least_sensitive-{k}") for name, k in made.items()}
+    return gathered(rows)
+
+
+def first() -> str:
+    """Head first, or everything at once."""
+    central = {"everything at once": "scenario-2", "head, then half of the backbone": "scenario-1"}
+    central |= {"head, then half of everything": "scenario-3", "head alone": "head"}
+    rows = {f"central: {name}": ("drift-central", f"table1/{row}") for name, row in central.items()}
+    across = {"everything at once": "scenarios/at-once", "head, then half of the backbone": "table2/nc10-j4"}
+    return gathered(rows | {f"Nc=10: {name}": ("drift", row) for name, row in across.items()})
 
 
 def own() -> str:
@@ -181,6 +195,7 @@ def own() -> str:
     names, points = [], []
     for shards, study, row in (
         ("5 classes", "personalization-nc5", "sparse-high_magnitude/nc5"),
+        ("Dirichlet 0.1", "personalization-dir0.1", "sparse-high_magnitude/dir0.1"),
         ("IID", "personalization", "sparse-high_magnitude/iid"),
     ):
         found = {line["measure"]: line for line in table(f"studies/{study}.csv") if line["row"] == row}
@@ -238,6 +253,7 @@ if __name__ == "__main__":
         rules,
         start,
         chance,
+        first,
         skew,
         cost,
         overlap,
