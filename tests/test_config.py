@@ -237,6 +237,8 @@ def test_overrides_reach_every_depth():
     assert experiment.stages[1].train.last_blocks == 2
     assert experiment.data.classes == [1, 2]
     assert experiment.model.options == {"depth": 4}
+    with pytest.raises(FedsieveError, match="depth:4: a colon needs a space after it"):  # YAML's {"depth:4": null}
+        parse_config("stages: [{name: head, train: head}]", ["model.options={depth:4}"])
 
 
 def test_numbers_and_words_mean_what_they_look_like():

@@ -154,6 +154,13 @@ class Model(Strict):
     lora: Lora | None = Field(None, description="needs fedsieve[lora]; trained by stages that say train: lora")
     adapter: Bottleneck | None = Field(None, description="trained by stages that say train: adapter")
 
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if run_together := next((key for key in options if ":" in key), None):
+            raise ValueError(f"{run_together}: a colon needs a space after it, as in {{depth: 4}}")
+        return options
+
 
 class Optimizer(Strict):
     """SGD with momentum, or AdamW; of a sparse stage, on the weights of its mask alone."""

@@ -185,9 +185,31 @@ def test_rows_of_two_configs_are_not_mixed(small, tmp_path):
     (tmp_path / "other" / "file").touch()
     with pytest.raises(FedsieveError, match="no study folder"):
         run_all(small(), tmp_path / "other")
-    (out / "study.json").write_text("{")
-    with pytest.raises(FedsieveError, match=r"study\.json: damaged"):
-        run_all(small(), out)
+    for damage in ("{", '{"study": "small", "overrides": 5, "rates": [], "smoke": false}'):
+        (out / "study.json").write_text(damage)
+        with pytest.raises(FedsieveError, match=r"study\.json: damaged.*Delete this file"):
+            run_all(small(), out)
+
+
+def test_a_study_goes_on_with_its_words_in_another_order_and_without_its_record(small, tmp_path):
+    out, words = tmp_path / "out", ["data.size=16", "threads=1"]
+    run_all(small(*words), out, seeds=1, patterns=["a/plain"])
+    run_all(small("data.size=8", *reversed(words)), out, seeds=1, patterns=["a/plain"])
+    (out / "study.json").unlink()
+    summary = out / "runs/a/plain/seed-0/summary.json"
+    before = summary.stat().st_mtime_ns
+    run_all(small(*words), out, seeds=1, patterns=["a/plain"])
+    assert summary.stat().st_mtime_ns == before
+    (out / "study.json").unlink()
+    with pytest.raises(FedsieveError, match=r"data.size \(16 there, 8 here\).*not mixed"):
+        run_all(small(), out, seeds=1, patterns=["a/plain"])
+
+
+@pytest.mark.parametrize("word", ["federation.clientz=3", "federation.clients=abc"])
+def test_wrong_words_are_refused_also_where_they_mean_nothing_to_the_chosen_rows(word, tmp_path):
+    with pytest.raises(FedsieveError, match=word.partition("=")[0]):
+        run_all(load_study("drift", ["data.source=digits", word]), tmp_path / "out", patterns=["table1/head"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_row_is_shown_as_missing_and_run_again(small, tmp_path):
@@ -210,6 +232,26 @@ def test_a_damaged_row_is_shown_as_missing_and_run_again(small, tmp_path):
     with pytest.raises(FedsieveError, match=r"Delete .*seed-0 to run it anew"):
         run_all(study, out, seeds=1, patterns=["a/plain"])
     assert (folder / "summary.json").exists()
+
+
+def test_a_damaged_run_that_cannot_go_on_is_run_anew(small, tmp_path, monkeypatch):
+    study, out = small(), tmp_path / "out"
+    run_all(study, out, seeds=1, patterns=["a/plain"])
+    summary = out / "runs/a/plain/seed-0/summary.json"
+    before = json.loads(summary.read_text())
+    summary.write_text("{")
+
+    def refuse(*_, **__):
+        raise FedsieveError("ledger.csv: damaged")
+
+    monkeypatch.setattr(grid, "resume", refuse)
+    run_all(study, out, seeds=1, patterns=["a/plain"])
+    assert json.loads(summary.read_text())["test_loss"] == before["test_loss"]
+    summary.unlink()
+    with pytest.raises(
+        FedsieveError, match=r"ledger.csv: damaged.*Delete"
+    ):  # unfinished, and what it has is not thrown away
+        run_all(study, out, seeds=1, patterns=["a/plain"])
 
 
 def test_rows_sections_and_claims_that_were_not_run_stand_apart(small, tmp_path):

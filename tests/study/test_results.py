@@ -23,6 +23,7 @@ from fedsieve.report.masks import pairs
 from fedsieve.study.definition import ClaimSpec, Row
 from fedsieve.study.page import _depths, _series, make_table
 from fedsieve.study.results import FAILED, TRIES, Outcome, Result, Trial, agreement, judge, next_settings, read_outcome
+from fedsieve.wire.ledger import COLUMNS
 
 TINY_EXPERIMENT = parse_config(TINY)
 ROW = Row("group/row", "a row", {}, (), {}, {}, None, False, frozenset())
@@ -74,6 +75,8 @@ def test_only_a_finished_run_of_the_same_config_counts(tmp_path):
     failed = read_outcome(tmp_path / "failed", TINY_EXPERIMENT)
     assert (failed.state, failed.reason) == ("damaged", "failed.json is damaged")
     (finished(tmp_path / "folder") / "config.yaml").unlink()
+    gone = read_outcome(tmp_path / "folder", TINY_EXPERIMENT)
+    assert (gone.state, gone.reason) == ("damaged", "config.yaml is gone")
     (tmp_path / "folder" / "config.yaml").mkdir()
     assert read_outcome(tmp_path / "folder", TINY_EXPERIMENT).state == "damaged"
 
@@ -87,6 +90,22 @@ def test_a_finished_run_that_lost_records_is_damaged(tmp_path):
         (run / "metrics.jsonl").write_text("".join(records[:count]))
         outcome = read_outcome(run, TINY_EXPERIMENT)
         assert outcome.state == state and (count == 3 or f"{count} of the 3 epochs" in outcome.reason)
+
+
+def test_a_finished_run_whose_ledger_lost_messages_is_damaged(tmp_path):
+    run, ledger = finished(tmp_path / "run"), tmp_path / "run" / "ledger.csv"
+    (run / "summary.json").write_text('{"test_accuracy": 0.5, "stages": {}, "bytes_up": 7, "bytes_down": 5}')
+    lines = [COLUMNS, "head,1,3,down,weights,5,ok", "head,1,3,up,update,7,ok"]
+    for kept, reason in (
+        (lines, ""),
+        (lines[:2], "ledger.csv is damaged: 0 of the 7 bytes sent up"),
+        ([lines[0], lines[2]], "ledger.csv is damaged: 0 of the 5 bytes sent down"),
+    ):
+        ledger.write_text("\n".join(kept) + "\n")
+        outcome = read_outcome(run, TINY_EXPERIMENT)
+        assert outcome.reason == reason and outcome.state == ("damaged" if reason else "finished")
+    ledger.unlink()
+    assert read_outcome(run, TINY_EXPERIMENT).reason == "ledger.csv is gone"
 
 
 def test_where_a_run_was_computed_makes_it_no_other(tmp_path):
@@ -137,6 +156,10 @@ def test_agreement_of_clients_masks_is_that_of_every_pair_and_computed_once_per_
     assert result.mean("jaccard_deep") - result.mean("jaccard_deepens") == mean(per_block[1:3])
     assert 0.2 < result.mean("jaccard_chance") < result.mean("jaccard")
     assert "<svg" in _depths([result]) and count.call_count == 1
+    (run / "masks" / "backbone.client-1.safetensors").write_bytes(b"damaged")
+    result = Result(ROW, experiment, [], [read_outcome(run, experiment)])
+    with pytest.warns(UserWarning, match=r"client-1.*left out"):
+        assert result.mean("jaccard") is None
     assert (
         Result(ROW, experiment, [], [read_outcome(finished(tmp_path / "none"), TINY_EXPERIMENT)]).mean("jaccard")
         is None

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 import zipfile
 import zlib
 from collections import Counter
@@ -163,8 +164,12 @@ class RunFolder:
 
     @cached_property
     def client_pairs(self) -> Pairs | None:
-        """How far clients' own masks of the last stage agree; None where fewer than two have one."""
-        own = read_masks(self, []).get(self.experiment.stages[-1].name)
+        """How far clients' own masks of the last stage agree; None where fewer than two have one, or some are damaged."""
+        damage: list[str] = []
+        own = read_masks(self, damage).get(self.experiment.stages[-1].name)
+        if damage:
+            warnings.warn(f"{self.path}: {damage[0]}: how far clients' masks agree is left out", stacklevel=2)
+            return None
         return pairs(list(own.clients.values())) if own and len(own.clients) > 1 else None
 
 

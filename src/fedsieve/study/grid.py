@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import threading
@@ -36,7 +37,7 @@ from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display, describe
 from fedsieve.runner.setup import check_hub, preflight
 from fedsieve.runner.shared import Shared
-from fedsieve.study.definition import Row, Study, load_study
+from fedsieve.study.definition import Row, Study, applies, load_study
 from fedsieve.study.page import SAMPLE, write_study
 from fedsieve.study.results import (
     FAILED,
@@ -54,6 +55,7 @@ from fedsieve.study.results import (
 from fedsieve.train.loop import Tick
 
 RECORD = "study.json"
+WRITTEN = {"runs", "results.csv", "runs.csv", "choices.csv", "tables.md", "study.html", "figures"}  # beside it
 SHOWN = 16  # training images on the page
 
 
@@ -61,12 +63,12 @@ def check_folder(study: Study, out: Path) -> None:
     """Refuse a folder that is no study's, or was begun with other words."""
     if (out / RECORD).exists():
         there = _read_record(out)
-        if there != _record(study):
+        if _meaning(there) != _meaning(_record(study)):
             raise FedsieveError(
                 f"--out: {out} was begun as `fedsieve study {_words(there)}`, and rows of two kinds are not mixed. "
                 "Go on with the same words, or choose another folder"
             )
-    elif out.exists() and (not out.is_dir() or any(out.glob("[!.]*"))):
+    elif out.exists() and (not out.is_dir() or {path.name for path in out.glob("[!.]*")} - WRITTEN):
         raise FedsieveError(f"--out: {out} is there already and is no study folder. Choose another folder")
 
 
@@ -88,14 +90,24 @@ def _record(study: Study) -> dict[str, Any]:
 def _read_record(out: Path) -> dict[str, Any]:
     try:
         there = json.loads((out / RECORD).read_text())
-        return {key: there[key] for key in ("study", "overrides", "rates", "smoke")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FedsieveError(f"{out / RECORD}: damaged: {error}. Choose another folder") from None
+        found = {key: there[key] for key in ("study", "overrides", "rates", "smoke")}
+        _meaning(found), _words(found)
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FedsieveError(
+            f"{out / RECORD}: damaged: {error}. Delete this file and run the command that the study was begun with: "
+            "runs of other settings are noticed"
+        ) from None
+
+
+def _meaning(record: dict[str, Any]) -> dict[str, Any]:
+    """A record, whatever the order of its words; of two for one setting the last counts."""
+    return record | {"overrides": dict(override.split("=", 1) for override in record["overrides"])}
 
 
 def _words(record: dict[str, Any]) -> str:
-    rates = [f"--rates {','.join(f'{rate:g}' for rate in record['rates'])}"] if record["rates"] else []
-    return " ".join([record["study"], *record["overrides"], *rates, *["--smoke"] * record["smoke"]])
+    rates = ["--rates", ",".join(f"{rate:g}" for rate in record["rates"])] if record["rates"] else []
+    return shlex.join([record["study"], *record["overrides"], *rates, *["--smoke"] * record["smoke"]])
 
 
 def run_study(
@@ -111,6 +123,8 @@ def run_study(
     """Run what is not finished, for at most `limit` seconds, and write the page, also when stopped; gives the page."""
     display = GridDisplay(console, quiet)
     grid = Grid(study, out, rows, seeds, display, keep_all)
+    for override in study.idle(rows):  # wrong words would be refused with the first row that they mean something to
+        study.experiment(next(row for row in study.rows.values() if applies(row, override)), 0)
     check_folder(study, out)
     grid.check()
     begin(study, out)
@@ -323,6 +337,16 @@ class Grid:
                 self._go(row, name, folder, experiment, size, outcome.state)
         self.over.add(folder)
 
+    def _go_on(self, experiment: Experiment, folder: Path, state: State) -> dict[str, Any]:
+        """What an unfinished run comes to; a damaged one that cannot go on is run anew."""
+        try:
+            return resume(folder, self.display, page=False, shared=self.shared)
+        except FedsieveError as error:
+            if state != "damaged" or isinstance(error, Diverged) or error.exit_code >= 128:
+                raise
+            shutil.rmtree(folder)
+            return run(experiment, folder, self.display, page=False, shared=self.shared)
+
     def _go(self, row: Row, name: str, folder: Path, experiment: Experiment, size: float, state: State) -> None:
         self.display.next(name)
         began = time.perf_counter()
@@ -334,7 +358,7 @@ class Grid:
                 read_experiment(folder)  # refused where this is damaged: nothing then says what ran here
                 for file in ("summary.json", FAILED) if state == "damaged" else ():
                     (folder / file).unlink(missing_ok=True)  # it says that all is over, and is wrong
-                summary = resume(folder, self.display, page=False, shared=self.shared)
+                summary = self._go_on(experiment, folder, state)
             tested = summary.get("test_accuracy")
             told = f"val {_percent(summary['val_accuracy'])}" if tested is None else f"test {_percent(tested)}"
         except Diverged as error:

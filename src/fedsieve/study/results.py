@@ -28,7 +28,9 @@ State = Literal["finished", "diverged", "not run", "unfinished", "damaged", "ano
 FAILED = "failed.json"  # in the folder of a run that diverged
 STEADY = 10  # evaluations at the end over which steadiness is taken
 TRIES, WIDEN = 6, ".lr"  # a rate at the edge of what was tried is tried further, up to so many
-FLAT = 0.005  # accuracies that differ by less tell nothing: where no rate has taught anything, noise has its best inside
+FLAT = (
+    0.005  # accuracies that differ by less tell nothing: where no rate has taught anything, noise has its best inside
+)
 Settings = dict[str, Any]
 
 
@@ -50,7 +52,8 @@ def read_outcome(folder: Path, experiment: Experiment) -> Outcome:
     """What lies in the place of a run of `experiment`."""
     seed = experiment.seed
     if not (folder / "config.yaml").exists():
-        return Outcome(folder, seed, "not run")
+        ended = (folder / "summary.json").exists()
+        return Outcome(folder, seed, *(("damaged", "config.yaml is gone") if ended else ("not run",)))
     try:
         if changed := differences(folder, experiment):
             return Outcome(folder, seed, "another config", f"differs in {', '.join(changed)}")
@@ -79,11 +82,16 @@ def torn(run: RunFolder) -> str:
         length, there = stage.rounds or stage.epochs or 0, sum(row.get("stage") == name for row in run.records)
         if there < length:
             return f"metrics.jsonl is damaged: {there} of the {length} {run.unit}s of stage {name}"
-    if run.messages is not None and run.summary and run.summary.bytes_up is not None:
-        listed = sum(count * size for (_, _, way, _, size), count in run.messages.items() if way == "up")
-        if listed != run.summary.bytes_up:
-            return f"ledger.csv is damaged: {listed} of the {run.summary.bytes_up} bytes sent up"
-    return next((problem for problem in run.problems if problem.startswith(("metrics.jsonl", "ledger.csv"))), "")
+    if problem := next((text for text in run.problems if text.startswith(("metrics.jsonl", "ledger.csv"))), ""):
+        return problem
+    if run.summary and run.summary.bytes_up is not None:
+        if run.messages is None:
+            return "ledger.csv is gone"
+        for way, total in (("up", run.summary.bytes_up), ("down", run.summary.bytes_down)):
+            listed = sum(count * size for (_, _, where, _, size), count in run.messages.items() if where == way)
+            if listed != total:
+                return f"ledger.csv is damaged: {listed} of the {total} bytes sent {way}"
+    return ""
 
 
 def differences(folder: Path, experiment: Experiment) -> list[str]:
