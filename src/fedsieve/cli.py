@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -604,6 +605,10 @@ def study(
         for known in STUDIES:
             console.print(f"[bold]{known:16}[/]{escape(load_study(known).spec.title)}", highlight=False, soft_wrap=True)
         return
+    if limit is not None and not limit <= threading.TIMEOUT_MAX:  # nan, too
+        raise FedsieveError(
+            f"--limit: {limit:g} seconds is not allowed. Allowed: from 1 to {threading.TIMEOUT_MAX:.0f}"
+        )
     chosen = load_study(name, overrides or [], _rates(rates), smoke)
     some = chosen.select(rows or [])
     if show_rows:
@@ -629,7 +634,7 @@ def study(
 
 def _rates(text: str | None) -> list[float]:
     try:
-        rates = [float(word) for word in text.split(",")] if text else []
+        rates = [] if text is None else [float(word) for word in text.split(",")]
     except ValueError:
         rates = [-1.0]
     if any(not 0 < rate < float("inf") for rate in rates):

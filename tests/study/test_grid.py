@@ -330,6 +330,9 @@ def test_the_command_lists_runs_and_shows(tmp_path, capsys):
     for words, message in (
         (("study", "secur"), 'Did you mean "secure"?'),
         (("study", "secure", "--rates", "fast"), "--rates: fast"),
+        (("study", "secure", "--rates", ""), "--rates: "),
+        (("study", "secure", "--limit", "nan"), "--limit: nan"),
+        (("study", "secure", "--limit", "1e12"), "--limit: 1e+12"),
         (("study", "drift", "--show", "--out", out), "the study secure, not of drift"),
         (("study", "secure", "--show", "--out", tmp_path), "not a study folder"),
         (("study", "secure", "data.sise=3", "--out", tmp_path / "new"), "data.sise"),
