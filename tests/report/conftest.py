@@ -22,6 +22,21 @@ SPACE = ParamSpace(
 CLASSES = ["<b>cat</b>", 'dog & "co"', "$5$"]
 
 
+def write_predictions(folder: Path) -> None:
+    """15 of 20 right."""
+    labels = np.arange(20) % 3
+    predicted = np.where(np.arange(20) < 5, (labels + 1) % 3, labels)
+    np.savez(
+        folder / "predictions.npz",
+        labels=labels,
+        predicted=predicted,
+        confidence=np.linspace(0.3, 1, 20),
+        class_names=np.array(CLASSES),
+        sample_rows=np.array([0, 7, 19]),
+        sample_images=np.arange(3 * 3 * 8 * 8, dtype=np.uint64).reshape(3, 3, 8, 8).astype(np.uint8),
+    )
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """make_run("first", seed=1, accuracy=0.75, finished=False, lr=0.1) -> the run folder."""
@@ -69,17 +84,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         ended = scores | held_out | {"epochs": 2}
         summary = scores | held_out | {"name": "fixture", "seed": seed, "device": "cpu", "images_per_second": 99.5}
         (folder / "summary.json").write_text(json.dumps(summary | {"stages": {"head": ended, "backbone": ended}}))
-        labels = np.arange(20) % 3
-        predicted = np.where(np.arange(20) < 5, (labels + 1) % 3, labels)
-        np.savez(
-            folder / "predictions.npz",
-            labels=labels,
-            predicted=predicted,
-            confidence=np.linspace(0.3, 1, 20),
-            class_names=np.array(CLASSES),
-            sample_rows=np.array([0, 7, 19]),
-            sample_images=np.arange(3 * 3 * 8 * 8, dtype=np.uint64).reshape(3, 3, 8, 8).astype(np.uint8),
-        )
+        write_predictions(folder)
         return folder
 
     return make
@@ -195,6 +200,7 @@ def make_federated(tmp_path: Path) -> Callable[..., Path]:
             "stages": stages,
         }
         (folder / "summary.json").write_text(json.dumps(summary))
+        write_predictions(folder)
         np.savez(
             folder / "clients.npz",
             accuracy=np.linspace(0.25, 0.8, 8),

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import yaml
 
 from fedsieve.errors import FedsieveError
 from fedsieve.report.comparison import compare, difference, settings_that_differ, write_comparison
@@ -47,6 +48,61 @@ def test_runs_without_any_result_still_make_a_page(make_run, tmp_path):
     assert "unfinished" in text and "<h2>Results" not in text
 
 
+def without_lines(folder, name, part):
+    lines = (folder / name).read_text().splitlines(keepends=True)
+    (folder / name).write_text("".join(line for line in lines if part not in line))
+
+
+DAMAGE = {
+    "ledger.csv is damaged: 0 of the": lambda folder: without_lines(folder, "ledger.csv", ",down,"),
+    "ledger.csv is damaged: 11,880 of the 12,468 bytes sent up": lambda folder: without_lines(
+        folder, "ledger.csv", ",3,0,up,"
+    ),
+    "ledger.csv is damaged: line 2 is no message": lambda folder: (folder / "ledger.csv").write_text("a\nb\n"),
+    "ledger.csv is missing": lambda folder: (folder / "ledger.csv").unlink(),
+    "metrics.jsonl is missing: 0 of the 1 rounds of stage head": lambda folder: (folder / "metrics.jsonl").unlink(),
+    "metrics.jsonl is damaged: 3 of the 4 rounds of": lambda folder: without_lines(
+        folder, "metrics.jsonl", '"round": 3'
+    ),
+    "metrics.jsonl, line 1 is damaged": lambda folder: (folder / "metrics.jsonl").write_text(
+        "?\n" + (folder / "metrics.jsonl").read_text()
+    ),
+    "predictions.npz is damaged": lambda folder: (folder / "predictions.npz").write_bytes(b"?"),
+    "predictions.npz is missing": lambda folder: (folder / "predictions.npz").unlink(),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGE)
+def test_a_finished_run_that_lost_something_is_named_and_left_out(make_federated, reason):
+    whole, damaged = make_federated("whole"), make_federated("damaged", mask={"sparsity": 0.8})
+    DAMAGE[reason](damaged)
+    found = compare([whole, damaged])
+    assert [run.path for group in found.groups for run in group.runs] == [whole]
+    ((folder, told),) = found.missing
+    assert folder == str(damaged) and told.startswith(reason)
+
+
+def test_bytes_that_moved_to_another_stage_are_a_damaged_ledger(make_federated):
+    folder = make_federated()
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["stages"]["head"] |= {"bytes_up": 6000, "bytes_down": 0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert read_run(folder).torn is None
+    ledger = folder / "ledger.csv"
+    ledger.write_text(ledger.read_text().replace("head,1,0", "backbone,1,0"))
+    assert read_run(folder).torn == "ledger.csv is damaged: 5,000 of the 6,000 bytes sent up in stage head"
+
+
+def test_sites_that_test_on_their_own_images_leave_no_predictions(make_federated):
+    folder = make_federated()
+    (folder / "predictions.npz").unlink()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["data"] |= {"source": "none", "class_names": ["a", "b"]}
+    config["federation"] |= {"partition": {"kind": "sites"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert compare([folder]).missing == []
+
+
 def test_nothing_to_compare_is_an_error(tmp_path):
     with pytest.raises(FedsieveError, match="no run folders"):
         write_comparison([], tmp_path)
@@ -68,7 +124,7 @@ def test_federated_runs_show_rounds_bytes_and_clients(make_run, make_federated, 
     assert cells[5] == percent(of_dense(read_traffic(read_run(federated))))
     assert cells[6:] == ["50.00", "", "31.25", ""]
     assert "One line for every run." in text and "epoch or round" in text
-    assert text.count('role="img"') == 4, "accuracy also by bytes and by seconds"
+    assert text.count('role="img"') == 5, "accuracy also by bytes and by seconds, and the difference"
 
 
 def test_central_runs_say_nothing_of_a_federation(make_run, tmp_path):
@@ -169,6 +225,9 @@ def test_a_seed_that_stopped_early_shortens_the_mean_and_not_the_page(make_run, 
     one, two = make_run("one", seed=0), make_run("two", seed=1)
     lines = (two / "metrics.jsonl").read_text().splitlines()
     (two / "metrics.jsonl").write_text("\n".join(lines[:3]))
+    summary = json.loads((two / "summary.json").read_text())
+    summary["stages"]["backbone"]["epochs"] = 1
+    (two / "summary.json").write_text(json.dumps(summary))
     assert "each seed behind in a thin line" in write_comparison([one, two], tmp_path / "page.html").read_text()
 
 

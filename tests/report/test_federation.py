@@ -36,7 +36,7 @@ def test_the_page_of_a_federated_run_has_every_section_and_speaks_of_rounds(make
     headings = [heading for heading in re.findall(r"<h2>([^<]*)", text) if heading not in ("Again", "Record")]
     assert headings == [
         "Stages", "Training", "Convergence", "Clients", "Accuracy by client", "Drift", "Bytes sent", "Refusals",
-        "Mask of backbone",
+        "Mask of backbone", "Confusions", "Accuracy by class", "Predictions",
     ]  # fmt: skip
     shown = text[text.index("<main>") : text.index("<h2>Record")]
     assert "epoch" not in re.sub(r"<[^>]*>", "", shown)

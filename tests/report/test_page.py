@@ -85,6 +85,13 @@ def test_damage_is_told_on_the_page(make_run):
         assert f"{name} is damaged" in text
 
 
+def test_a_page_tells_what_a_finished_run_lost(make_federated):
+    folder = make_federated()
+    lines = (folder / "ledger.csv").read_text().splitlines(keepends=True)
+    (folder / "ledger.csv").write_text("".join(line for line in lines if ",down," not in line))
+    assert "ledger.csv is damaged: 0 of the" in write_report(folder).read_text()
+
+
 def test_test_curves_are_labelled_and_fields_of_other_versions_do_no_harm(make_run):
     folder = make_run("run", val=False)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

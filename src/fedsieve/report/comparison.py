@@ -278,8 +278,8 @@ def _read(folders: list[Path]) -> tuple[list[RunFolder], list[tuple[str, str]]]:
             missing.append((str(folder), str(error).removeprefix(f"{folder}: ")))
             continue
         identity = (repr(_config(run)), run.experiment.seed)
-        if run.missing:
-            missing.append((str(folder), run.missing))
+        if lost := run.missing or run.torn or _unanswered(run):
+            missing.append((str(folder), lost))
         elif identity in seen:
             # The same seed twice is one measurement, and would make the spread look smaller than it is.
             missing.append((str(folder), f"left out: same config and seed as {seen[identity]}"))
@@ -287,6 +287,14 @@ def _read(folders: list[Path]) -> tuple[list[RunFolder], list[tuple[str, str]]]:
             seen[identity] = folder
             runs.append(run)
     return runs, missing
+
+
+def _unanswered(run: RunFolder) -> str | None:
+    """Why the answers to test images are not there, though the run gave some; intervals may be made of them."""
+    tested = run.experiment.test and run.experiment.data.source != "none"  # else only sites have test images
+    if run.predictions or not tested:
+        return None
+    return run.unreadable("predictions.npz") or "predictions.npz is missing"
 
 
 def _config(run: RunFolder, exclude_defaults: bool = False) -> dict[str, Any]:

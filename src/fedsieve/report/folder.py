@@ -148,13 +148,41 @@ class RunFolder:
     def missing(self) -> str | None:
         """Why there is no result; None where there is one."""
         if self.summary is None:
-            damage = [problem for problem in self.problems if problem.startswith("summary.json")]
-            return damage[0] if damage else "unfinished: no summary.json yet"
+            return self.unreadable("summary.json") or "unfinished: no summary.json yet"
         tested = self.experiment.test
         accuracy = self.summary.test_accuracy if tested else self.summary.validation
         if accuracy is not None and math.isfinite(accuracy):
             return None
         return f"no {'test' if tested else 'validation'} accuracy in summary.json"
+
+    @property
+    def torn(self) -> str | None:
+        """What a finished run lost of its records and messages, which many numbers are made of; None where nothing."""
+        if self.summary is None:
+            return None
+        for name, stage in self.summary.stages.items():
+            length, there = stage.rounds or stage.epochs or 0, sum(row.get("stage") == name for row in self.records)
+            if there < length:
+                return f"metrics.jsonl is {self._state('metrics.jsonl')}: {there} of the {length} {self.unit}s of stage {name}"
+        if unreadable := self.unreadable("metrics.jsonl", "ledger.csv"):
+            return unreadable
+        listed = Counter[tuple[str, str]]()
+        for (name, _, way, _, size), count in (self.messages or {}).items():
+            listed[name, way] += count * size
+            listed["", way] += count * size
+        for name, told in {"": self.summary, **self.summary.stages}.items():
+            for way, total in (("up", told.bytes_up), ("down", told.bytes_down)):
+                if total is not None and listed[name, way] != total:
+                    sent = f"sent {way}" + (f" in stage {name}" if name else "")
+                    return f"ledger.csv is {self._state('ledger.csv')}: {listed[name, way]:,} of the {total:,} bytes {sent}"
+        return None
+
+    def unreadable(self, *files: str) -> str | None:
+        """The first problem with these files; None where all that are there can be read."""
+        return next((problem for problem in self.problems if problem.startswith(files)), None)
+
+    def _state(self, file: str) -> str:
+        return "damaged" if (self.path / file).exists() else "missing"
 
     def chosen(self, stage: str) -> int | None:
         """The epoch or round of `stage` whose weights were kept, where one was selected on validation data."""

@@ -39,7 +39,7 @@ def write_report(folder: Path) -> Path:
     page = render(
         "report.html",
         run=run,
-        problems=[*run.problems, *damage],
+        problems=list(dict.fromkeys([*run.problems, *([run.torn] if run.torn else []), *damage])),
         stages=run.summary.stages if run.summary else {},
         masks=masks,
         dense=StageSummary(),
