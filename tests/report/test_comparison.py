@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from fedsieve.errors import FedsieveError
+from fedsieve.report import figures
 from fedsieve.report.comparison import compare, difference, settings_that_differ, write_comparison
 from fedsieve.report.folder import read_run
 from fedsieve.report.html import percent, size
@@ -130,6 +131,25 @@ def test_federated_runs_show_rounds_bytes_and_clients(make_run, make_federated, 
 def test_central_runs_say_nothing_of_a_federation(make_run, tmp_path):
     text = write_comparison([make_run("run")], tmp_path).read_text()
     assert "<h2>Federation" not in text and "<h2>Differences" not in text and text.count('role="img"') == 3
+
+
+def test_the_figure_by_seconds_shows_runs_of_any_length(make_run, tmp_path, monkeypatch):
+    draw, limits = figures.overlay.__wrapped__, {}
+
+    def overlay(lines, label, below, *rest):
+        figure = draw(lines, label, below, *rest)
+        limits[below] = figure.axes[0].get_xlim()
+        return "<svg ></svg>"
+
+    monkeypatch.setattr(figures, "overlay", overlay)
+    run = make_run("run")
+    for seconds in (0.01, 1.5):
+        rows = [json.loads(line) | {"seconds": seconds} for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_comparison([run], tmp_path)
+        left, right = limits["seconds so far"]
+        assert left == 0 and 4 * seconds < right < 5 * seconds
+    assert limits["epochs so far"][0] == 0.5
 
 
 def groups_of(make_run, *parts, **options):

@@ -219,6 +219,7 @@ def _curves(groups: list[Group]) -> tuple[dict[str, str], list[str]]:
             "validation accuracy, %",
             "time so far" if far else "seconds so far",
             (lambda value: duration(value).replace(".0 ", " ")) if far else None,
+            whole=False,
         )
     shown = {number for number, _, _ in accuracy}
     return drawn, [group.label for number, group in enumerate(groups) if number not in shown]
@@ -249,6 +250,7 @@ def _overlay(
     label: str,
     below: str,
     amount: Callable[[float], str] | None = None,
+    whole: bool = True,
 ) -> str:
     """Groups of several seeds as their mean, with the seeds behind it."""
     means, seeds = [], []
@@ -260,7 +262,7 @@ def _overlay(
         x, y = (np.mean([part[axis][:length] for part in own], axis=0) for axis in (0, 1))
         means.append((number, x, y))
         seeds += [(number, *part) for part in own if len(own) > 1]
-    return figures.overlay(means, label, below, amount, seeds)
+    return figures.overlay(means, label, below, amount, seeds, whole)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

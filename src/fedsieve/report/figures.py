@@ -160,10 +160,12 @@ def overlay(
     below: str = "epoch",
     amount: Callable[[float], str] | None = None,
     faint: Sequence[tuple[int, np.ndarray, np.ndarray]] = (),
+    whole: bool = True,
 ) -> Figure:
     """Lines (number, x, y) in one panel; the page's legend names the numbers, each drawn in its `pen`.
 
-    `below` names what x counts; with `amount`, which writes its numbers, it has a log scale. `faint` lines lie behind.
+    `below` names what x counts, from 1 if `whole`, else from 0; with `amount`, which writes its numbers, it has a log
+    scale. `faint` lines lie behind.
     """
     figure = Figure(figsize=PANEL, layout="constrained")
     axes = figure.add_subplot()
@@ -175,8 +177,8 @@ def overlay(
     if amount:
         log_scale(axes, amount, "x")
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlim(left=0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=whole))
+        axes.set_xlim(left=0.5 if whole else 0)
     axes.set(xlabel=below, ylabel=label)
     return figure
 
