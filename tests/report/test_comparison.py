@@ -152,6 +152,21 @@ def test_the_figure_by_seconds_shows_runs_of_any_length(make_run, tmp_path, monk
     assert limits["epochs so far"][0] == 0.5
 
 
+def test_without_validation_test_curves_are_shown_where_every_run_has_one(make_run, make_federated, tmp_path):
+    watched, other = make_federated("watched", val=False, test_curve=True), make_run("other", val=False)
+    text = write_comparison([watched], tmp_path).read_text()
+    assert "<h2>Test</h2>" in text and "never used to select" in text and "No curves" not in text
+    labels = re.findall(r'aria-label="([^"]*)"', text)
+    assert labels == [f"test {name}" for name in (
+        "accuracy by round", "loss by round", "accuracy by bytes", "accuracy by seconds",
+    )]  # fmt: skip
+    text = write_comparison([watched, other], tmp_path).read_text()
+    assert "No curves: no run held out validation data" in text and "<h2>Test</h2>" not in text
+    assert 'aria-label="test' not in text
+    text = write_comparison([watched, make_run("held", lr=1.0)], tmp_path).read_text()
+    assert "Without validation data: federated" in text and 'aria-label="test' not in text
+
+
 def groups_of(make_run, *parts, **options):
     """One group for each mapping of seeds to accuracies, best first."""
     folders = [

@@ -24,6 +24,7 @@ EVERY_PAIR = 12  # up to so many experiments each is compared with each
 DRAWN = 30  # differences in the picture
 FAR = 20  # times longer than another run: on a log scale
 MEASURES = {"test_accuracy": "test accuracy", "validation": "validation accuracy"}
+SPLITS = {"validation": ("val", "client_val"), "test": ("test",)}  # the clients' where the server holds no images
 Curve = tuple[int, np.ndarray, np.ndarray]  # number of the group, x, y
 
 
@@ -164,7 +165,7 @@ def write_comparison(folders: list[Path] | Comparison, out: Path) -> Path:
     """Writes the page comparing the run folders to `out` (a .html file, or a folder for comparison.html)."""
     found = folders if isinstance(folders, Comparison) else compare(folders)
     groups = found.groups
-    drawings, without = _curves(groups)
+    drawings, on, without = _curves(groups)
     told = [row for row in found.behind if row.interval]
     if told:
         drawings["differences"] = figures.differences(
@@ -187,6 +188,7 @@ def write_comparison(folders: list[Path] | Comparison, out: Path) -> Path:
         best=found.judged[0] if found.judged else None,
         pens=[figures.pen(number) for number in range(len(groups))],
         curves={name: figure(svg, name) for name, svg in drawings.items()},
+        curves_on=on,
         without_curve=without,
     )
     return save(out if out.suffix == ".html" else out / "comparison.html", page)
@@ -195,48 +197,55 @@ def write_comparison(folders: list[Path] | Comparison, out: Path) -> Path:
 # --- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _curves(groups: list[Group]) -> tuple[dict[str, str], list[str]]:
-    """Validation of every run by epoch or round, by bytes and by seconds, and the groups that have none."""
+def _curves(groups: list[Group]) -> tuple[dict[str, str], str, list[str]]:
+    """Accuracy and loss of every run by epoch or round, by bytes and by seconds, on what, and the groups without.
+
+    On validation data; where no run has any, on test data if every run watched it.
+    """
     drawn: dict[str, str] = {}
     units = sorted({run.unit for group in groups for run in group.runs})
     by, count = " or ".join(units), " or ".join(f"{unit}s so far" for unit in units)  # numbers begin anew with a stage
-    accuracy = _lines(groups, "accuracy", lambda run: figures.column(run.records, "index"))
+    on, accuracy = "validation", _lines(groups, "validation", "accuracy", _index)
+    if not accuracy:
+        watched = _lines(groups, "test", "accuracy", _index)
+        if len(watched) == sum(group.size for group in groups):
+            on, accuracy = "test", watched
     if accuracy:
-        drawn[f"validation accuracy by {by}"] = _overlay(groups, accuracy, "validation accuracy, %", count)
-    if loss := _lines(groups, "loss", lambda run: figures.column(run.records, "index")):
-        drawn[f"validation loss by {by}"] = _overlay(groups, loss, "validation loss", count)
-    sent = _lines(groups, "accuracy", lambda run: so_far(run.records, read_traffic(run)).astype(np.float64))
-    if sent:
-        drawn["validation accuracy by bytes"] = _overlay(
-            groups, sent, "validation accuracy, %", "bytes sent so far", tick
-        )
-    if timed := _lines(groups, "accuracy", _seconds):
+        drawn[f"{on} accuracy by {by}"] = _overlay(groups, accuracy, f"{on} accuracy, %", count)
+    if loss := _lines(groups, on, "loss", _index):
+        drawn[f"{on} loss by {by}"] = _overlay(groups, loss, f"{on} loss", count)
+    if sent := _lines(groups, on, "accuracy", lambda run: so_far(run.records, read_traffic(run)).astype(np.float64)):
+        drawn[f"{on} accuracy by bytes"] = _overlay(groups, sent, f"{on} accuracy, %", "bytes sent so far", tick)
+    if timed := _lines(groups, on, "accuracy", _seconds):
         ends = [x[-1] for _, x, _ in timed]
         far = max(ends) > FAR * min(ends)
-        drawn["validation accuracy by seconds"] = _overlay(
+        drawn[f"{on} accuracy by seconds"] = _overlay(
             groups,
             timed,
-            "validation accuracy, %",
+            f"{on} accuracy, %",
             "time so far" if far else "seconds so far",
             (lambda value: duration(value).replace(".0 ", " ")) if far else None,
             whole=False,
         )
     shown = {number for number, _, _ in accuracy}
-    return drawn, [group.label for number, group in enumerate(groups) if number not in shown]
+    return drawn, on, [group.label for number, group in enumerate(groups) if number not in shown]
+
+
+def _index(run: RunFolder) -> np.ndarray:
+    return figures.column(run.records, "index")
 
 
 def _seconds(run: RunFolder) -> np.ndarray:
     return np.nancumsum(figures.column(run.records, "seconds"))
 
 
-def _lines(groups: list[Group], metric: str, along: Callable[[RunFolder], np.ndarray]) -> list[Curve]:
-    """A line for every run, of what was evaluated: accuracies in per cent."""
+def _lines(groups: list[Group], on: str, metric: str, along: Callable[[RunFolder], np.ndarray]) -> list[Curve]:
+    """A line for every run, of what was evaluated `on` validation or test data: accuracies in per cent."""
     found = []
     for number, group in enumerate(groups):
         for run in group.runs:
-            values = figures.column(run.records, f"val_{metric}")
-            if not np.isfinite(values).any():
-                values = figures.column(run.records, f"client_val_{metric}")
+            known = [figures.column(run.records, f"{split}_{metric}") for split in SPLITS[on]]
+            values = next((values for values in known if np.isfinite(values).any()), known[0])
             x = along(run) if len(values) else values
             shown = np.isfinite(values) & (x > 0)
             if shown.any():
