@@ -457,7 +457,8 @@ def report(
 
 
 def _show_comparison(found: "Comparison") -> None:
-    table = Table("experiment")
+    table = Table()
+    table.add_column("experiment", overflow="fold")  # a name that is cut may be another's
     measured = "test accuracy, %" if found.measure == "test_accuracy" else "validation accuracy, %"
     for column in ("seeds", measured, "to the best, points (95 % interval)"):
         table.add_column(column, justify="right")
@@ -468,7 +469,7 @@ def _show_comparison(found: "Comparison") -> None:
         score += "" if spread is None else f" ± {100 * spread:.2f}"
         gap = f"{100 * row.value:+.2f}" if row else ""
         gap += f" ({100 * row.interval[0]:+.2f} to {100 * row.interval[1]:+.2f})" if row and row.interval else ""
-        table.add_row(group.label, str(group.size), score, gap)
+        table.add_row(escape(group.label), str(group.size), score, gap)
     console.print(table)
     for folder, reason in found.missing:
         console.print(f"not in the numbers: {folder}: {reason}", highlight=False, markup=False, soft_wrap=True)

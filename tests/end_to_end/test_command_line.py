@@ -1,6 +1,7 @@
 """The commands as a user types them, in one process each way they can end."""
 
 import json
+import shutil
 import subprocess
 import sys
 from typing import get_args
@@ -10,6 +11,7 @@ import safetensors.torch
 import timm  # noqa: F401, named by the line under test
 import torch
 import yaml
+from rich.console import Console
 from tests.conftest import TINY
 
 from fedsieve.cli import main
@@ -177,6 +179,19 @@ def test_report_and_explore_write_pages(finished, config, tmp_path, capsys):
     assert fedsieve("explore", config, "--out", tmp_path / "explore") == 0
     assert (tmp_path / "explore" / "explore.html").exists()
     assert fedsieve("explore", config, "--out", finished) == 2
+
+
+def test_names_are_shown_whole_however_narrow_the_terminal(finished, tmp_path, monkeypatch, capsys):
+    name, runs = "name-" + "x" * 80 + "-end", [tmp_path / "[a]", tmp_path / "[b]"]
+    for size, run in enumerate(runs, start=16):  # one name, so that their folders tell them apart
+        shutil.copytree(finished, run)
+        settings = yaml.safe_load((run / "config.yaml").read_text()) | {"name": name}
+        settings["stages"][0]["batch_size"] = size
+        (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.setattr("fedsieve.cli.console", Console(width=80))
+    assert fedsieve("report", *runs, "--out", tmp_path / "page.html") == 0
+    cells = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert all(f"{name}({run})" in "".join(cells) for run in runs)
 
 
 def test_a_place_that_cannot_be_written_is_named_without_a_traceback(finished, config, capsys):
