@@ -105,7 +105,7 @@ def test_a_finished_run_whose_ledger_lost_messages_is_damaged(tmp_path):
         outcome = read_outcome(run, TINY_EXPERIMENT)
         assert outcome.reason == reason and outcome.state == ("damaged" if reason else "finished")
     ledger.unlink()
-    assert read_outcome(run, TINY_EXPERIMENT).reason == "ledger.csv is gone"
+    assert read_outcome(run, TINY_EXPERIMENT).reason == "ledger.csv is missing: 0 of the 7 bytes sent up"
 
 
 def test_where_a_run_was_computed_makes_it_no_other(tmp_path):

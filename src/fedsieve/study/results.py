@@ -64,8 +64,8 @@ def read_outcome(folder: Path, experiment: Experiment) -> Outcome:
         return Outcome(folder, seed, "damaged", str(error).splitlines()[0])
     if run.missing:
         return Outcome(folder, seed, "unfinished" if run.missing.startswith("unfinished") else "damaged", run.missing)
-    if lost := torn(run):
-        return Outcome(folder, seed, "damaged", lost)
+    if run.torn:
+        return Outcome(folder, seed, "damaged", run.torn)
     return Outcome(folder, seed, "finished", run=run)
 
 
@@ -74,24 +74,6 @@ def _read_failed(file: Path) -> str:
         return str(json.loads(file.read_text())["reason"])
     except (ValueError, KeyError, TypeError):
         raise FedsieveError(f"{file.name} is damaged") from None
-
-
-def torn(run: RunFolder) -> str:
-    """What a finished run lost of its records and messages, which several measures are made of; empty where nothing."""
-    for name, stage in run.summary.stages.items() if run.summary else ():
-        length, there = stage.rounds or stage.epochs or 0, sum(row.get("stage") == name for row in run.records)
-        if there < length:
-            return f"metrics.jsonl is damaged: {there} of the {length} {run.unit}s of stage {name}"
-    if problem := next((text for text in run.problems if text.startswith(("metrics.jsonl", "ledger.csv"))), ""):
-        return problem
-    if run.summary and run.summary.bytes_up is not None:
-        if run.messages is None:
-            return "ledger.csv is gone"
-        for way, total in (("up", run.summary.bytes_up), ("down", run.summary.bytes_down)):
-            listed = sum(count * size for (_, _, where, _, size), count in run.messages.items() if where == way)
-            if listed != total:
-                return f"ledger.csv is damaged: {listed} of the {total} bytes sent {way}"
-    return ""
 
 
 def differences(folder: Path, experiment: Experiment) -> list[str]:
