@@ -68,7 +68,7 @@ DAMAGE = {
     "metrics.jsonl, line 1 is damaged": lambda folder: (folder / "metrics.jsonl").write_text(
         "?\n" + (folder / "metrics.jsonl").read_text()
     ),
-    "predictions.npz is damaged": lambda folder: (folder / "predictions.npz").write_bytes(b"?"),
+    "predictions.npz is damaged: not an npz file": lambda folder: (folder / "predictions.npz").write_bytes(b"?"),
     "predictions.npz is missing": lambda folder: (folder / "predictions.npz").unlink(),
 }
 

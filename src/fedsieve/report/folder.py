@@ -327,11 +327,17 @@ def _read_summary(path: Path, problems: list[str]) -> Summary | None:
     return None
 
 
+def _open_arrays(path: Path) -> Any:
+    if not zipfile.is_zipfile(path):  # which numpy would take for a pickle, and advise to load unsafely
+        raise ValueError("not an npz file")
+    return np.load(path, allow_pickle=False)
+
+
 def _read_predictions(path: Path, problems: list[str]) -> Predictions | None:
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with _open_arrays(path) as file:
             predictions = Predictions(
                 labels=file["labels"].astype(np.int64),
                 predicted=file["predicted"].astype(np.int64),
@@ -351,7 +357,7 @@ def _read_clients(path: Path, problems: list[str]) -> Clients | None:
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with _open_arrays(path) as file:
             clients = Clients(
                 accuracy=file["accuracy"].astype(np.float64),
                 **{name: file[name].astype(np.int64) for name in ("sizes", "strangers", "client", "label", "examples")},
