@@ -200,6 +200,45 @@ def test_a_folder_of_something_else_and_a_damaged_database_are_told(config, tmp_
             sweep(space, tmp_path / "s")
 
 
+def contents(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.suffix != ".db"}
+
+
+@pytest.mark.parametrize("lose", [os.unlink, lambda file: os.truncate(file, 0)])
+def test_trials_without_their_database_are_left_alone(config, tmp_path, pretended, lose):
+    space = Space(config, [f"{LR}=log:1e-3:1"], "bayes")
+    sweep(space, tmp_path / "s", 2)
+    before = contents(tmp_path / "s")
+    lose(tmp_path / "s" / "sweep.db")
+    for _ in range(2):
+        with pytest.raises(FedsieveError, match=r"sweep.db: missing or empty.* choose another --out"):
+            sweep(space, tmp_path / "s", 2)
+    assert contents(tmp_path / "s") == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [("lr: 0.2", "lr: 0.3", f"{LR} is 0.3 there and 0.2 here"), ("seed:", "sead:", 'Did you mean "seed"')],
+)
+def test_a_trial_does_not_go_on_with_a_run_of_other_settings(config, tmp_path, pretended, old, new, said):
+    space = Space(config, [f"{LR}=0.1,0.2"], "grid")
+    sweep(space, tmp_path / "s", 1)
+    other = tmp_path / "s" / "trials" / "0001"
+    experiment = space.configure({LR: 0.2})
+    other.mkdir()
+    text = to_yaml(experiment.model_copy(update={"name": f"{experiment.name}-0001"}))
+    assert old in text
+    (other / "config.yaml").write_text(text.replace(old, new))
+    before = contents(tmp_path / "s" / "trials")
+    for _ in range(2):
+        with pytest.raises(FedsieveError) as error:
+            sweep(space, tmp_path / "s")
+        assert said in str(error.value) and "Move it elsewhere" in str(error.value) and error.value.exit_code == 1
+    assert contents(tmp_path / "s" / "trials") == before and len(rows(tmp_path / "s")) == 1
+    other.rename(tmp_path / "elsewhere")
+    assert [trial.state for trial in sweep(space, tmp_path / "s").trials] == ["complete"] * 2
+
+
 def test_a_missing_package_is_named(config, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(FedsieveError, match=r'pip install "fedsieve\[sweep\]"'):

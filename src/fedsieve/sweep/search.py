@@ -28,7 +28,7 @@ from fedsieve.files import write_atomic, write_json
 from fedsieve.randomness import generator
 from fedsieve.report.html import duration, flatten
 from fedsieve.runner.checkpoint import list_checkpoints
-from fedsieve.runner.experiment import resume, run
+from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import preflight
 from fedsieve.sweep.page import Trial, write_page
@@ -114,6 +114,13 @@ class Search:
                 self._check(sheet)
             else:
                 write_json(sheet, self._identity())
+            left = f"The trials are still runs of their own: `fedsieve report {self.folder}/trials/*`"
+            if any((self.folder / "trials").glob("*")) and not (file.exists() and file.stat().st_size):
+                raise FedsieveError(
+                    f"{file}: missing or empty, though there are trials that it should know of. Put it back, or choose another "
+                    f"--out. {left}",
+                    1,
+                )
             (self.folder / ".trials").mkdir(exist_ok=True)
             try:
                 storage = optuna.storages.RDBStorage(
@@ -124,11 +131,7 @@ class Search:
                 )
             except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError, AssertionError) as error:
                 reason = str(error).splitlines()[0][:200]
-                raise FedsieveError(
-                    f"{file}: not a database that can be read ({reason}). The trials are still runs of their own: "
-                    f"`fedsieve report {self.folder}/trials/*`",
-                    1,
-                ) from None
+                raise FedsieveError(f"{file}: not a database that can be read ({reason}). {left}", 1) from None
 
     def _identity(self) -> dict[str, Any]:
         """What a sweep is: continued with anything else, its trials could not be compared."""
@@ -143,15 +146,10 @@ class Search:
             begun = json.loads(sheet.read_text(encoding="utf-8"))
         except ValueError as error:
             raise FedsieveError(f"{sheet}: damaged ({error}). Choose another folder", 1) from None
-        was, now = flatten(begun), flatten(self._identity())
-        ignored = tuple(f"config.{key}." for key in INCIDENTAL)
-        for key in was | now:
-            if was.get(key, ...) != now.get(key, ...) and not f"{key}.".startswith(ignored):
-                there, here = (label(side[key]) if key in side else "absent" for side in (was, now))
-                raise FedsieveError(
-                    f"--out: {self.folder} holds another sweep: {key.removeprefix('config.')} is {there} there and {here} "
-                    "here. Choose another folder, or go on with what it began with"
-                )
+        if found := _difference(begun, self._identity()):
+            raise FedsieveError(
+                f"--out: {self.folder} holds another sweep: {found}. Choose another folder, or go on with what it began with"
+            )
 
     def path(self, number: int) -> Path:
         """The run folder of a trial."""
@@ -221,6 +219,7 @@ class Search:
             experiment = experiment.model_copy(update={"name": f"{experiment.name[:90]}-{number:04d}"})
             display = _Watch(self, folder, experiment)
             if (folder / "config.yaml").exists():
+                _check_own(folder, experiment)
                 write_atomic(folder / "config.yaml", to_yaml(experiment))  # perhaps on another device now
                 summary = resume(folder, display)
             else:
@@ -334,6 +333,31 @@ class Search:
             if best and axis.at_end(best.values[axis.key])
         ]
         return Result(trials, best, page, hints)
+
+
+def _difference(was: Any, now: Any) -> str | None:
+    """The first setting, of those that matter, in which two sweeps or experiments differ."""
+    was, now = flatten(was), flatten(now)
+    for key in was | now:
+        name = key.removeprefix("config.")
+        if was.get(key, ...) != now.get(key, ...) and not f"{name}.".startswith(tuple(f"{k}." for k in INCIDENTAL)):
+            there, here = (label(side[key]) if key in side else "absent" for side in (was, now))
+            return f"{name} is {there} there and {here} here"
+    return None
+
+
+def _check_own(folder: Path, experiment: Experiment) -> None:
+    """Refuse a run of other settings than its trial's."""
+    try:
+        found = _difference(read_experiment(folder).model_dump(mode="json"), experiment.model_dump(mode="json"))
+    except FedsieveError as error:
+        found = str(error)
+    if found:
+        raise FedsieveError(
+            f"{folder}: not a run of this trial's settings: {found}. Move it elsewhere, and the same command runs the trial; "
+            "or choose another --out",
+            1,
+        )
 
 
 def importance(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
