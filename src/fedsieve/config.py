@@ -1102,8 +1102,7 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
         return value
     key, rest = keys[0], keys[1:]
     if isinstance(node, list):
-        names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in node]
-        index = names.index(key) if key in names else int(key) if key.isdigit() else -1
+        names, index = _named_items(node, key)
         if not 0 <= index < len(node):
             allowed = ", ".join([*(name for name in names if name), *map(str, range(len(node)))])
             raise FedsieveError(
@@ -1113,6 +1112,25 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
     branch = dict(node) if isinstance(node, Mapping) else {}
     branch[key] = _set(branch.get(key), rest, value, path)
     return branch
+
+
+def _named_items(node: list[Any], key: str) -> tuple[list[str], int]:
+    """The names of a list's items, and the place that a name or number means; no place where there is no such item."""
+    names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in node]
+    return names, names.index(key) if key in names else int(key) if key.isdigit() else -1
+
+
+def override_place(tree: Any, override: str) -> tuple[str, ...]:
+    """The keys that `dotted.path=value` sets in `tree`, stages by number: the same however they were named."""
+    found = []
+    for key in override.partition("=")[0].strip().split("."):
+        if isinstance(tree, list):
+            index = _named_items(tree, key)[1]
+            key, tree = str(index), tree[index] if 0 <= index < len(tree) else None
+        else:
+            tree = tree.get(key) if isinstance(tree, Mapping) else None
+        found.append(key)
+    return tuple(found)
 
 
 # --- validation ------------------------------------------------------------------------------------------------------

@@ -113,6 +113,32 @@ def test_what_makes_no_sweep_is_refused_in_a_sentence(config, vary, method, said
     assert said in str(error.value) and error.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("vary", "overrides", "said"),
+    [
+        (["stages.0.optimizer.lr=1,2", "stages.head.optimizer.lr=3,4"], [], "--vary stages.0.optimizer.lr would"),
+        (["stages.0.epochs=1,2", "stages.00.epochs=3,4"], [], "--vary stages.0.epochs would"),
+        (["stages.0.optimizer.lr=1,2", "stages.head.optimizer={lr: 3},{lr: 4}"], [], "--vary stages.0.optimizer.lr would"),
+        ([f"{LR}=0.1,0.2"], [f"{LR}=0.7"], f"{LR}=0.7 would do nothing: --vary {LR} sets it too"),
+        ([f"{LR}=0.1,0.2"], ["stages.1.optimizer.lr=0.7"], "stages.1.optimizer.lr=0.7 would"),
+        ([f"{LR}=0.1,0.2"], ["stages.1.name=last", "stages.last.optimizer.lr=1"], '"backbone" is not there'),
+        (["stages.last.epochs=1,2"], ["stages.backbone.epochs=3", "stages.1.name=last"], "stages.backbone.epochs=3 would"),
+    ],
+)  # fmt: skip
+def test_what_would_do_nothing_is_refused_whatever_its_name(config, vary, overrides, said):
+    with pytest.raises(FedsieveError) as error:
+        Space(config, vary, "grid", overrides)
+    assert said in str(error.value) and error.value.exit_code == 2
+
+
+def test_a_part_of_what_was_set_may_vary(config):
+    section, part = "stages.0.optimizer={lr: 1, momentum: 0.5}", "stages.head.optimizer.lr=3,4"
+    (axis,) = Space(config, [part], "grid", [section]).axes
+    assert axis.choices == (3, 4)
+    two = Space(config, ["stages.0.optimizer={lr: 1, momentum: 0.5},{lr: 1}", part], "grid").grid
+    assert len(two) == 4
+
+
 def test_without_validation_data_there_is_nothing_to_choose_by(config):
     with pytest.raises(FedsieveError, match="no validation data to choose settings by"):
         Space(config, [f"{LR}=0.1,1"], "grid", ["data.val_fraction=0"])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedsieve.config import Experiment, parse_config, parse_yaml, read_config
+from fedsieve.config import Experiment, apply_overrides, override_place, parse_config, parse_yaml, read_config
 from fedsieve.errors import FedsieveError
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -141,6 +141,7 @@ class Space:
             if keys.count(key) > 1:
                 raise FedsieveError(f"--vary {key}: given twice")
         first = {axis.key: axis.ends[0] for axis in axes}
+        self._check_names(first)
         self.axes = [self._with_fractions(axis, first).pointed() for axis in axes]
         first = {axis.key: axis.ends[0] for axis in self.axes}
         self.grid = self._combinations() if method == "grid" else []
@@ -164,6 +165,23 @@ class Space:
         """The experiment with these values: of a trial, which leaves the test set closed, or the final one."""
         closed = [] if final else ["test=false", "test_curve=false"]
         return parse_config(self.text, [*self.overrides, *spelled(values), *closed], self.where)
+
+    def _check_names(self, first: Values) -> None:
+        """Refuse what a later --vary sets anew, perhaps under another name: it would do nothing."""
+        tree = parse_yaml(self.text, self.where)
+        before: dict[str, tuple[str, ...]] = {}
+        for override in self.overrides:
+            before[override] = override_place(tree, override)
+            tree = apply_overrides(tree, [override])
+        for key, value in first.items():
+            place = override_place(tree, key)
+            for name, there in before.items():
+                if there[: len(place)] == place:
+                    raise FedsieveError(
+                        f"command line: {name} would do nothing: --vary {key} sets it too. Leave one of them away"
+                    )
+            before[f"--vary {key}"] = place
+            tree = apply_overrides(tree, spelled({key: value}))
 
     def _combinations(self) -> list[Values]:
         for axis in self.axes:
