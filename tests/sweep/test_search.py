@@ -200,6 +200,31 @@ def test_a_folder_of_something_else_and_a_damaged_database_are_told(config, tmp_
             sweep(space, tmp_path / "s")
 
 
+def test_a_database_damaged_in_part_is_told(config, tmp_path, pretended):
+    space = Space(config, [f"{LR}=log:1e-3:1"], "bayes")
+    sweep(space, tmp_path / "s", 2)
+    file = tmp_path / "s" / "sweep.db"
+    whole = file.read_bytes()
+    for page in range(1, len(whole) // 4096, 3):
+        file.write_bytes(whole[: 4096 * page] + b"nonsense" * 512 + whole[4096 * (page + 1) :])
+        with pytest.raises(FedsieveError, match=r"not a database that can be read .*fedsieve report"):
+            sweep(space, tmp_path / "s", 3)
+    file.write_bytes(whole.replace(b"COMPLETE", b"COMPLETF"))  # in order as a file, but no state of a trial
+    with pytest.raises(FedsieveError, match="not a database that can be read"):
+        sweep(space, tmp_path / "s", 3)
+    assert len(done(tmp_path / "s")) == 2
+
+
+def test_a_database_damaged_meanwhile_is_told(config, tmp_path, monkeypatch):
+    def damaging(experiment, folder, display=None):
+        (tmp_path / "s" / "sweep.db").write_text("nonsense" * 1000)
+        return pretend(experiment, folder, display)
+
+    monkeypatch.setattr(module, "run", damaging)
+    with pytest.raises(FedsieveError, match=r"not a database that can be read .*fedsieve report"):
+        sweep(Space(config, [f"{LR}=0.1,0.2"], "grid"), tmp_path / "s")
+
+
 def contents(folder):
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.suffix != ".db"}
 

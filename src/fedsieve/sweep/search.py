@@ -10,6 +10,7 @@ import fcntl
 import gc
 import io
 import json
+import sqlite3
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -81,28 +82,39 @@ class Search:
         if find_spec("optuna") is None:
             raise FedsieveError('sweep needs a package that is not installed. Run `pip install "fedsieve[sweep]"`')
         self.space, self.folder, self.prune, self.console = space, folder, prune, console
+        self.file = folder / "sweep.db"
+        self.left = f"The trials are still runs of their own: `fedsieve report {folder}/trials/*`"
         self.total = trials or TRIALS
         if space.method == "grid":
             self.total = min(trials or len(space.grid), len(space.grid))
         preflight(space.base)
-        self.study = self._open()
+        self._open()
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process changes the sweep meanwhile."""
-        with (self.folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-    def _open(self) -> "Study":
-        """The sweep's database, new or as it stands; one of another sweep is refused."""
-        import optuna
+        """No other process changes the sweep meanwhile. What fails in its database is told."""
+        from optuna.exceptions import StorageInternalError
         from sqlalchemy.exc import SQLAlchemyError
 
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield
+            except (SQLAlchemyError, StorageInternalError) as error:
+                raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> FedsieveError:
+        reason = str(error.__cause__ or error).splitlines()[0][:200]  # Optuna's own words say little
+        return FedsieveError(f"{self.file}: not a database that can be read ({reason}). {self.left}", 1)
+
+    def _open(self) -> None:
+        """Opens the sweep's database, new or as it stands; one of another sweep is refused."""
+        import optuna
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        file, sheet = self.folder / "sweep.db", self.folder / "sweep.json"
+        sheet = self.folder / "sweep.json"
         if self.folder.exists() and not sheet.exists() and any(self.folder.glob("[!.]*")):
             raise FedsieveError(f"--out: {self.folder} is there already, and holds no sweep. Choose another folder")
         try:
@@ -114,24 +126,28 @@ class Search:
                 self._check(sheet)
             else:
                 write_json(sheet, self._identity())
-            left = f"The trials are still runs of their own: `fedsieve report {self.folder}/trials/*`"
-            if any((self.folder / "trials").glob("*")) and not (file.exists() and file.stat().st_size):
+            there = self.file.exists() and self.file.stat().st_size
+            if any((self.folder / "trials").glob("*")) and not there:
                 raise FedsieveError(
-                    f"{file}: missing or empty, though there are trials that it should know of. Put it back, or choose another "
-                    f"--out. {left}",
+                    f"{self.file}: missing or empty, though there are trials that it should know of. Put it back, or choose another "
+                    f"--out. {self.left}",
                     1,
                 )
             (self.folder / ".trials").mkdir(exist_ok=True)
             try:
+                with contextlib.closing(sqlite3.connect(self.file, timeout=60)) as database:
+                    (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+                if found != "ok":
+                    raise ValueError(found.splitlines()[-1])
                 storage = optuna.storages.RDBStorage(
-                    f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 60}}
+                    f"sqlite:///{self.file}", engine_kwargs={"connect_args": {"timeout": 60}}
                 )
-                return optuna.create_study(
+                self.study: Study = optuna.create_study(
                     storage=storage, study_name="sweep", direction="maximize", load_if_exists=True
                 )
-            except (SQLAlchemyError, optuna.exceptions.StorageInternalError, RuntimeError, AssertionError) as error:
-                reason = str(error).splitlines()[0][:200]
-                raise FedsieveError(f"{file}: not a database that can be read ({reason}). {left}", 1) from None
+                self._trials()
+            except Exception as error:  # damage has many names
+                raise self._unreadable(error) from None
 
     def _identity(self) -> dict[str, Any]:
         """What a sweep is: continued with anything else, its trials could not be compared."""
@@ -406,7 +422,8 @@ class _Watch(Display):
         super().__init__(search.console, quiet=not search.console.is_terminal, transient=True)
         self.folder, self.stage, self.rivals = folder, experiment.stages[-1].name, []
         if search.prune:
-            ended = [trial for trial in search._trials() if trial.state == "complete"]
+            with search._alone():
+                ended = [trial for trial in search._trials() if trial.state == "complete"]
             self.rivals = [curve(trial.folder, self.stage) for trial in ended]
 
     def say(self, text: str) -> None:
