@@ -225,6 +225,13 @@ def test_a_database_damaged_meanwhile_is_told(config, tmp_path, monkeypatch):
         sweep(Space(config, [f"{LR}=0.1,0.2"], "grid"), tmp_path / "s")
 
 
+@pytest.mark.parametrize("name", ["a?z", "a%3Fz", "{a}"])
+def test_a_folder_that_a_database_s_address_cannot_name_is_refused(config, tmp_path, pretended, name):
+    with pytest.raises(FedsieveError, match="has no . in its name"):
+        sweep(Space(config, [f"{LR}=0.1,0.2"], "grid"), tmp_path / name)
+    assert [file.name for file in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
 def contents(folder):
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.suffix != ".db"}
 

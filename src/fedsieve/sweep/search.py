@@ -115,6 +115,8 @@ class Search:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sheet = self.folder / "sweep.json"
+        if odd := [mark for mark in "?%{}" if mark in str(self.folder)]:  # they mean something in a database's address
+            raise FedsieveError(f"--out: {self.folder}: a sweep's folder has no {odd[0]} in its name. Choose another")
         if self.folder.exists() and not sheet.exists() and any(self.folder.glob("[!.]*")):
             raise FedsieveError(f"--out: {self.folder} is there already, and holds no sweep. Choose another folder")
         try:
