@@ -15,7 +15,7 @@ from fedsieve.config import Experiment, apply_overrides, override_place, parse_c
 from fedsieve.errors import FedsieveError
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-RANGE = re.compile(rf"(log:)?({NUMBER}):({NUMBER})(?::(\d+))?")
+RANGE = re.compile(rf"(log:)?({NUMBER}):({NUMBER})(?::({NUMBER}))?")
 FORMS = "0.5,0.9,0.99 (these values), 0.1:0.9 (a range), log:1e-3:1 (a range by orders of magnitude), log:1e-3:1:4 (4 points of it)"
 MOST = 10_000  # combinations of a grid
 Values = dict[str, Any]
@@ -119,7 +119,7 @@ def _range(key: str, log: str | None, low_text: str, high_text: str, points: str
             f"--vary {key}: log:{low_text}:{high_text} must lie above 0. Leave log: away, or raise the lower end"
         )
     whole = "".join((low_text, high_text)).isdigit()
-    if points is not None and not 2 <= int(points) <= MOST:
+    if points is not None and not (points.isdigit() and 2 <= int(points) <= MOST):
         raise FedsieveError(f"--vary {key}: a range has from 2 to {MOST:,} points, got {points}")
     return Axis(key, (), low, high, bool(log), whole, int(points or 0))
 
