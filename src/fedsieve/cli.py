@@ -17,7 +17,7 @@ import fedsieve
 from fedsieve import launch
 from fedsieve.bench.commands import app as bench_app
 from fedsieve.config import load_config, parse_config
-from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.errors import FedsieveError, did_you_mean, with_extra
 
 if TYPE_CHECKING:
     from fedsieve.config import Experiment
@@ -254,9 +254,9 @@ def flower(
 
     for package in ("flwr", "ray"):
         if importlib.util.find_spec(package) is None and (package == "flwr" or to_app is None):
-            raise FedsieveError(f"flower: the package {package} is missing: pip install 'fedsieve[flower]'")
+            raise FedsieveError(f"flower: the package {package} is missing: {with_extra('flower')}")
     if tuple(map(int, (found := importlib.metadata.version("flwr")).split(".")[:2])) < (1, 41):
-        raise FedsieveError(f"flower: flwr {found} is too old, 1.41 is needed: pip install -U 'fedsieve[flower]'")
+        raise FedsieveError(f"flower: flwr {found} is too old, 1.41 is needed: {with_extra('flower')}")
     begun = (config / "config.yaml").exists()
     chosen = [*(overrides or []), *([f"federation.clients={sites}"] if sites else [])]
     if begun and (chosen or out):

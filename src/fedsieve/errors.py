@@ -23,6 +23,11 @@ class Diverged(FedsieveError):
         super().__init__(message, 1)
 
 
+def with_extra(extra: str) -> str:
+    """How to come by what an optional part needs."""
+    return f"`uv run --extra {extra} fedsieve ...` in a checkout, else `pip install 'fedsieve[{extra}]'`"
+
+
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """A ready ' Did you mean "x"?' clause, or nothing when no allowed word is near."""
     near = difflib.get_close_matches(str(word), [str(name) for name in allowed], n=1, cutoff=0.6)

@@ -55,7 +55,7 @@ def test_an_old_flower_is_refused_with_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main(["flower", "experiment.yaml"])
     assert end.value.code == 2
-    assert "flwr 1.9.0 is too old, 1.41 is needed: pip install -U 'fedsieve[flower]'" in capsys.readouterr().err
+    assert "flwr 1.9.0 is too old, 1.41 is needed: `uv run --extra flower" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_server_and_it_the_engine(tiny, tmp_path, monkeypatch):

@@ -153,7 +153,7 @@ def test_a_backbone_without_mlps_takes_no_adapters(backbone, said):
 def test_without_peft_the_way_to_get_it_is_told(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("fedsieve.model.adapters.find_spec", lambda name: None if name == "peft" else find(name))
-    with pytest.raises(FedsieveError, match=r'pip install "fedsieve\[lora\]"'):
+    with pytest.raises(FedsieveError, match=r"--extra lora .*fedsieve\[lora\]"):
         build(lora={})
     build(adapter={})
 

@@ -156,10 +156,15 @@ def test_agreement_of_clients_masks_is_that_of_every_pair_and_computed_once_per_
     assert result.mean("jaccard_deep") - result.mean("jaccard_deepens") == mean(per_block[1:3])
     assert 0.2 < result.mean("jaccard_chance") < result.mean("jaccard")
     assert "<svg" in _depths([result]) and count.call_count == 1
-    (run / "masks" / "backbone.client-1.safetensors").write_bytes(b"damaged")
-    result = Result(ROW, experiment, [], [read_outcome(run, experiment)])
+    lost = run / "masks" / "backbone.client-1.safetensors"
+    lost.write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"client-1.*left out"):
-        assert result.mean("jaccard") is None
+        assert Result(ROW, experiment, [], [read_outcome(run, experiment)]).mean("jaccard") is None
+    lost.unlink()
+    messages = [COLUMNS, *(f"backbone,1,{client},up,update,7,ok" for client in range(3))]
+    (run / "ledger.csv").write_text("\n".join(messages) + "\n")
+    with pytest.warns(UserWarning, match=r"2 of 3 clients' masks are there.*left out"):
+        assert Result(ROW, experiment, [], [read_outcome(run, experiment)]).mean("jaccard") is None
     assert (
         Result(ROW, experiment, [], [read_outcome(finished(tmp_path / "none"), TINY_EXPERIMENT)]).mean("jaccard")
         is None

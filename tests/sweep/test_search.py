@@ -273,7 +273,7 @@ def test_a_trial_does_not_go_on_with_a_run_of_other_settings(config, tmp_path, p
 
 def test_a_missing_package_is_named(config, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(FedsieveError, match=r'pip install "fedsieve\[sweep\]"'):
+    with pytest.raises(FedsieveError, match=r"--extra sweep .*fedsieve\[sweep\]"):
         sweep(Space(config, GRID, "grid"), tmp_path / "s")
 
 

@@ -20,7 +20,7 @@ from matplotlib.ticker import NullFormatter
 
 from fedsieve.bench.result import Result
 from fedsieve.config import Experiment, parse_config
-from fedsieve.errors import Diverged, FedsieveError
+from fedsieve.errors import Diverged, FedsieveError, with_extra
 from fedsieve.files import write_atomic
 from fedsieve.report.figures import PANEL, SERIES, drawn
 from fedsieve.report.html import size
@@ -141,7 +141,7 @@ def frontier(
         ),
     )
     if "lora" in methods and importlib.util.find_spec("peft") is None:
-        result.skipped.append("lora: skipped, peft is not installed. Install: pip install 'fedsieve[lora]'")
+        result.skipped.append(f"lora: skipped, peft is not installed. Run {with_extra('lora')}")
         methods = [method for method in methods if method != "lora"]
     there, runs = _finished(folder, smoke, overrides), list[Run]()
     kept: dict[str, list[Run]] = {}

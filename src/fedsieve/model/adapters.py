@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Lora
-from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.errors import FedsieveError, did_you_mean, with_extra
 
 
 def part_of(name: str) -> str:
@@ -41,7 +41,7 @@ def add_lora(backbone: nn.Module, config: Lora) -> None:
             )
         chosen |= found
     if find_spec("peft") is None:
-        raise FedsieveError('model.lora needs a package that is not installed. Run `pip install "fedsieve[lora]"`')
+        raise FedsieveError(f"model.lora needs a package that is not installed. Run {with_extra('lora')}")
     from peft import LoraConfig, inject_adapter_in_model
 
     alpha: Any = config.alpha  # peft divides it by the rank: it need not be whole

@@ -194,7 +194,14 @@ class RunFolder:
     def client_pairs(self) -> Pairs | None:
         """How far clients' own masks of the last stage agree; None where fewer than two have one, or some are damaged."""
         damage: list[str] = []
-        own = read_masks(self, damage).get(self.experiment.stages[-1].name)
+        stage, ledger = self.experiment.stages[-1].name, self.path / "ledger.csv"
+        own = read_masks(self, damage).get(stage)
+        if own and own.clients and self.messages is not None:
+            trained = {
+                line.client for line in lines(ledger) if (line.stage, line.what) == (stage, "update") and line.size
+            }
+            if len(own.sizes) < len(trained):
+                damage.append(f"{len(own.sizes)} of {len(trained)} clients' masks are there")
         if damage:
             warnings.warn(f"{self.path}: {damage[0]}: how far clients' masks agree is left out", stacklevel=2)
             return None

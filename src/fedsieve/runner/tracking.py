@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedsieve.config import Experiment, to_yaml
-from fedsieve.errors import FedsieveError
+from fedsieve.errors import FedsieveError, with_extra
 from fedsieve.files import write_atomic
 
 Record = dict[str, Any]
@@ -41,10 +41,9 @@ def make_trackers(names: Iterable[str]) -> list[Tracker]:
     trackers: list[Tracker] = []
     for name in names:
         if find_spec(name) is None:
-            package = name if name == "tensorboard" else f"fedsieve[{name}]"
+            how = "`pip install tensorboard`" if name == "tensorboard" else with_extra(name)
             raise FedsieveError(
-                f'tracking: "{name}" needs a package that is not installed. '
-                f'Run `pip install "{package}"`, or take {name} out of tracking'
+                f'tracking: "{name}" needs a package that is not installed. Run {how}; or take {name} out of tracking'
             )
         trackers.append(_Guarded(name, TRACKERS[name]()))
     return trackers

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from fedsieve.config import Experiment, to_yaml
-from fedsieve.errors import Diverged, FedsieveError
+from fedsieve.errors import Diverged, FedsieveError, with_extra
 from fedsieve.files import write_atomic, write_json
 from fedsieve.randomness import generator
 from fedsieve.report.html import duration, flatten
@@ -80,7 +80,7 @@ class Search:
 
     def __init__(self, space: Space, folder: Path, trials: int | None, prune: bool, console: Console) -> None:
         if find_spec("optuna") is None:
-            raise FedsieveError('sweep needs a package that is not installed. Run `pip install "fedsieve[sweep]"`')
+            raise FedsieveError(f"sweep needs a package that is not installed. Run {with_extra('sweep')}")
         self.space, self.folder, self.prune, self.console = space, folder, prune, console
         self.file = folder / "sweep.db"
         self.left = f"The trials are still runs of their own: `fedsieve report {folder}/trials/*`"
