@@ -196,6 +196,7 @@ def test_a_study_goes_on_with_its_words_in_another_order_and_without_its_record(
     run_all(small(*words), out, seeds=1, patterns=["a/plain"])
     run_all(small("data.size=8", *reversed(words)), out, seeds=1, patterns=["a/plain"])
     (out / "study.json").unlink()
+    (out / "data").mkdir()  # what a whole study leaves of its images
     summary = out / "runs/a/plain/seed-0/summary.json"
     before = summary.stat().st_mtime_ns
     run_all(small(*words), out, seeds=1, patterns=["a/plain"])

@@ -155,7 +155,7 @@ class RunFolder:
             return None
         return f"no {'test' if tested else 'validation'} accuracy in summary.json"
 
-    @property
+    @cached_property
     def torn(self) -> str | None:
         """What a finished run lost of its records and messages, which many numbers are made of; None where nothing."""
         if self.summary is None:

@@ -55,7 +55,7 @@ from fedsieve.study.results import (
 from fedsieve.train.loop import Tick
 
 RECORD = "study.json"
-WRITTEN = {"runs", "results.csv", "runs.csv", "choices.csv", "tables.md", "study.html", "figures"}  # beside it
+WRITTEN = {"runs", "data", "results.csv", "runs.csv", "choices.csv", "tables.md", "study.html", "figures"}  # beside it
 SHOWN = 16  # training images on the page
 
 
