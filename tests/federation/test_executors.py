@@ -37,16 +37,25 @@ class Double(nn.Module):
         return self.net(images.double())
 
 
-def make_task(optimizer=None, correction="none", transform="crop_flip", double=True, backbone=None, size=16) -> Task:
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+]
+
+
+def make_task(
+    optimizer=None, correction="none", transform="crop_flip", double=True, backbone=None, size=16, device="cpu"
+) -> Task:
     rng = np.random.default_rng(0)
     count = sum(SIZES)
     images = torch.from_numpy(rng.integers(0, 256, (count, 3, 12, 12), dtype=np.uint8))
     labels = torch.from_numpy(rng.integers(0, 5, count))
     config = Data(source="digits", size=size, transform=transform)
-    feed = Feed(ImageStore(images, torch.device("cpu")), make_transform(config, *HALF), np.arange(count), labels)
+    store, labels = ImageStore(images, torch.device(device)), labels.to(device)
+    feed = Feed(store, make_transform(config, *HALF), np.arange(count), labels)
     name, options = backbone or ("vit_tiny_patch16_224", VIT)
     net = build_classifier(Model(backbone=name, weights="none", options=options), classes=5, size=size, seed=0)
-    model = Double(net) if double else net
+    model = (Double(net) if double else net).to(device)
     space = ParamSpace.of(model)
     theta = space.bind(model)
     optimizer = optimizer or Optimizer(lr=0.1, weight_decay=0.01)
@@ -62,9 +71,9 @@ def make_works(task: Task, local: Local, batch: int = 4, round: int = 0):
     ]
 
 
-def run(task: Task, kind: str, support, cohort: Cohort, clients: int = 4):
+def run(task: Task, kind: str, support, cohort: Cohort, clients: int = 4, rate: float = 0.1):
     executor = Sequential(task, support) if kind == "sequential" else Stacked(task, support, clients, 4)
-    results = list(executor.train(cohort, 0.1))
+    results = list(executor.train(cohort, rate))
     moved = torch.cat([result.moved for result in results])
     sums = torch.cat([result.sums for result in results])
     gradients = [result.gradients for result in results if result.gradients is not None]
@@ -114,6 +123,23 @@ def test_executors_agree(case, held, share):
         torch.testing.assert_close(sums, reference[1])
         if gradients is not None:
             torch.testing.assert_close(gradients, reference[2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rate", [0.01, 0.1])
+def test_executors_agree_in_half_precision(rate, device):
+    """Both come as near to training in float64 as bf16 lets them."""
+    found = {}
+    for kind, double in (("sequential", True), ("sequential", False), ("stacked", False)):
+        task = make_task(optimizer=Optimizer(lr=rate), double=double, device=device)
+        if not double:
+            task = replace(task, autocast=lambda: torch.autocast(device, torch.bfloat16))
+        support = some(task.space, 0.1).to(device)
+        cohort = Cohort(make_works(task, Local(epochs=2)), task.theta.detach()[support])
+        found[kind, double] = run(task, kind, support, cohort, rate=rate)[0].double()
+    reference = found.pop(("sequential", True))
+    for moved in found.values():
+        assert (moved - reference).norm() / reference.norm() < 0.05
 
 
 @pytest.mark.parametrize("local", [Local(steps=1), Local(steps=5), Local(epochs=3)])

@@ -765,6 +765,7 @@ class Effort:
 
         A client that went astray is left out; its message will be refused.
         """
+        sums, squares = sums.cpu(), squares.cpu()
         sound = squares.sum(0).isfinite() & sums.isfinite().all(1)
         squares = squares[:, sound]
         loss, correct, images = sums[sound].sum(0).tolist()

@@ -186,9 +186,8 @@ def decode_many(
     The receiver states what it expects: the coding, and `over` the mask that the values belong to, or the space where they
     are of all its weights or, if `enclosed`, of a mask in the message. `round` and `clients` refuse messages of others.
     """
-    results: list[Message | MessageError] = []
-    batches: dict[int, list[tuple[int, _Opened]]] = {}
-    for number, message in enumerate(messages):
+
+    def look(number: int, message: bytes | memoryview) -> _Opened | MessageError:
         try:
             opened = _open(message, coding, over, enclosed, within)
             if round is not None and opened.message.round != round:
@@ -196,7 +195,15 @@ def decode_many(
             if clients is not None and opened.message.client != clients[number]:
                 raise MessageError("client", f"client {opened.message.client} sent a message as {clients[number]}")
         except MessageError as error:
-            results.append(error)
+            return error
+        return opened
+
+    results: list[Message | MessageError] = []
+    batches: dict[int, list[tuple[int, _Opened]]] = {}
+    size = sum(map(len, messages))
+    for number, opened in enumerate(_side_by_side(look, enumerate(messages), size, torch.device(device))):
+        if isinstance(opened, MessageError):
+            results.append(opened)
         else:
             results.append(opened.message)
             batches.setdefault(opened.k, []).append((number, opened))
@@ -372,8 +379,13 @@ def _side_by_side(
     """`work` of each of the items, in threads where a GPU waits for megabytes."""
     if size < THREADED.get(device.type, math.inf):
         return [work(*item) for item in items]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(lambda item: work(*item), items))
+    return list(_threads(os.getpid()).map(lambda item: work(*item), items))
+
+
+@lru_cache(maxsize=1)
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Started once: a fork has none of its parent's."""
+    return ThreadPoolExecutor(os.cpu_count())
 
 
 def _checksum(*parts: Any) -> int:
