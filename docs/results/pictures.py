@@ -100,7 +100,7 @@ def start() -> str:
     """The rules at 0.9 frozen, with a head that is new and one that was trained first."""
     studies = {
         "new head, central": ("overlap", "sparse-rates/{}-s0.9"),
-        "new head, IID": ("editing-iid", "rules-rates/iid-{}"),
+        "new head, IID": ("editing", "rules-rates/iid-{}"),
         "head first, Nc=1": ("beyond", "rules/{}-tensor-s0.9"),
     }
     names, points = [], []
@@ -143,8 +143,8 @@ def gathered(names: Mapping[str, tuple[str, str]]) -> str:
 
 
 def chance() -> str:
-    rules = {"random": "random", "largest": "high_magnitude", "most sensitive": "most_sensitive"}
-    rules |= {"least sensitive": "least_sensitive"}
+    rules = {"random": "random", "large and sensitive": "high_hybrid", "largest": "high_magnitude"}
+    rules |= {"smallest": "low_magnitude", "most sensitive": "most_sensitive", "least sensitive": "least_sensitive"}
     names = {f"{s} frozen: {name}": f"rules/{rule}-tensor-s{s}" for s in (0.9, 0.99) for name, rule in rules.items()}
     return named("beyond", {"everything": "rules/dense"} | names)
 
@@ -230,6 +230,19 @@ def work() -> str:
     return lines(series, "local steps a round, for the same number in all", ACCURACY, None, False)
 
 
+def steps() -> str:
+    """Gradients rescaled, and momenta, under a mask."""
+    kinds = {"as they are, momentum 0.9": "sparse-{}/nc5", "rescaled up to 10 times": "rescale/{}-10"}
+    kinds |= {
+        "rescaled up to 3 times": "rescale/{}-3",
+        "momentum 0.5": "momentum/{}-m0.5",
+        "no momentum": "momentum/{}-m0.0",
+    }
+    rules = {"largest": "high_magnitude", "least sensitive": "least_sensitive"}
+    rows = {f"{name}: {kind}": form.format(rule) for name, rule in rules.items() for kind, form in kinds.items()}
+    return named("personalization-steps", rows)
+
+
 def corrections() -> str:
     kinds = {"none": "none", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "FedNTD": "fedntd"}
     return crossed("corrections", "correction/{1}-{0}", {"a tenth": "sparse", "everything": "dense"}, kinds)
@@ -266,6 +279,7 @@ if __name__ == "__main__":
         calibration,
         server,
         anew,
+        steps,
         corrections,
         hostile,
         taking,

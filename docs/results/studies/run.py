@@ -34,8 +34,11 @@ TABLES: dict[str, tuple[str, str, list[str]]] = {
         "data.size=64 stages.all.epochs=2",
         [*(f"sparse/{rule}-*" for rule in RULES if rule != "low_hybrid"), "central/*"],
     ),
-    "editing": ("editing", EDITING, ["rules-rates/nc50*", "edit/nc50*c5", "fedavg/*-j4"]),
-    "editing-iid": ("editing", EDITING, ["rules-rates/iid*", "edit/iid*c5 strategies/* fisher/nc50-sample"]),
+    "editing": (
+        "editing",
+        EDITING,
+        ["rules-rates/iid*", "rules-rates/nc50*", "edit/*c5", "fedavg/*-j4", "strategies/* fisher/nc50-sample"],
+    ),
     "editing-headfirst": (
         "editing",
         f"{EDITING} stages.head.optimizer.lr=0.1",
@@ -79,21 +82,11 @@ TABLES: dict[str, tuple[str, str, list[str]]] = {
         "beyond",
         "data.size=128 stages.backbone.rounds=200",
         [
-            *(f"rules/{rule}-{kind}-s0.9 rules/{rule}-{kind}-s0.99" for rule in RULES[:2] for kind in KINDS),
-            *("rules/*_sensitive-tensor-s*", "rules/*_sensitive-global-s0.9", "rules/*_hybrid-tensor-s0.9"),
-            *("rules/least_sensitive-tensor-shrunk-s0.9", "rules/dense", "rules/least_sensitive-block-s0.9"),
-            *("head/*", "server/*", "format/*", "participation/*", "devices/*", "refresh/least*"),
+            "rules/dense",
+            *(f"rules/{rule}-{kind}-s0.9 rules/{rule}-{kind}-s0.99" for rule in RULES for kind in KINDS),
+            *(f"rules/*-{kind}-s0.9 rules/*-{kind}-s0.99" for kind in ("block", "tensor-shrunk", "global-shrunk")),
+            *("head/*", "server/*", "format/*", "participation/*", "devices/*", "refresh/least*", "refresh/most*"),
             "scope/shared-* scope/public-*",
-        ],
-    ),
-    "rules": (
-        "beyond",
-        "data.size=128 stages.backbone.rounds=200",
-        [
-            "rules/low_magnitude-*",
-            *(f"rules/{rule}-{kind}-s0.99" for rule in RULES[5:] for kind in KINDS),
-            *("rules/*_hybrid-global-s0.9", "rules/*_sensitive-global-s0.99", "rules/*-block-*"),
-            *("rules/least_sensitive-*-shrunk-*", "rules/most_sensitive-*-shrunk-*", "refresh/most*"),
         ],
     ),
     "scope": (
@@ -105,11 +98,6 @@ TABLES: dict[str, tuple[str, str, list[str]]] = {
         "beyond",
         "data.size=128 stages.backbone.rounds=25 federation.evaluate_every=5",
         ["correction/*-sparse", "correction/*-dense", "hostile/*", "hostile-skewed/*"],
-    ),
-    "hostile-skewed": (
-        "beyond",
-        "data.size=128 stages.backbone.rounds=25 federation.evaluate_every=5",
-        ["hostile-skewed/*"],
     ),
     "privacy": ("beyond", "data.size=96 data.transform=resize", ["dp/* head/ridge-iid"]),
     "personalization": ("personalization", PERSONAL, [f"{way}/{where}" for where in ("nc1", "iid") for way in WAYS]),
