@@ -232,7 +232,7 @@ def work() -> str:
 
 def steps() -> str:
     """Gradients rescaled, and momenta, under a mask."""
-    kinds = {"as they are, momentum 0.9": "sparse-{}/nc5", "rescaled up to 10 times": "rescale/{}-10"}
+    kinds = {"momentum 0.9": "sparse-{}/nc5", "rescaled up to 10 times": "rescale/{}-10"}
     kinds |= {
         "rescaled up to 3 times": "rescale/{}-3",
         "momentum 0.5": "momentum/{}-m0.5",

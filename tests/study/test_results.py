@@ -199,8 +199,15 @@ def test_rates_are_widened_until_the_best_lies_inside_or_enough_were_tried(best,
     assert len(found) >= TRIES or min(found) < chosen < max(found)
 
 
+def test_a_plateau_on_the_way_up_does_not_end_the_search():
+    found = {0.003: 0.304, 0.01: 0.312, 0.03: 0.344, 0.1: 0.341, 0.333: 0.38, 1.11: 0.42, 3.7: 0.35}
+    tune = {"stages.main.optimizer.lr": [0.003, 0.01, 0.03]}
+    trials = search(tune, lambda settings: found[settings["stages.main.optimizer.lr"]])
+    assert [trial.settings["stages.main.optimizer.lr"] for trial in trials] == list(found)
+
+
 def test_where_no_rate_taught_anything_higher_ones_are_tried():
-    found = {0.003: 0.0064, 0.01: 0.0072, 0.03: 0.007, 0.1: 0.01, 0.333: 0.0266, 1.11: 0.48}  # chance is 0.01
+    found = {0.003: 0.0064, 0.01: 0.0072, 0.03: 0.007, 0.1: 0.01, 0.333: 0.0266, 1.11: 0.48, 3.7: 0.3}  # chance is 0.01
     tune = {"stages.edit.optimizer.lr": [0.003, 0.01, 0.03]}
     trials = search(tune, lambda settings: found[settings["stages.edit.optimizer.lr"]])
     assert [trial.settings["stages.edit.optimizer.lr"] for trial in trials] == list(found)

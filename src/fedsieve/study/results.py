@@ -27,10 +27,8 @@ from fedsieve.study.definition import ClaimSpec, Row, Study
 State = Literal["finished", "diverged", "not run", "unfinished", "damaged", "another config"]
 FAILED = "failed.json"  # in the folder of a run that diverged
 STEADY = 10  # evaluations at the end over which steadiness is taken
-TRIES, WIDEN = 6, ".lr"  # a rate at the edge of what was tried is tried further, up to so many
-FLAT = (
-    0.005  # accuracies that differ by less tell nothing: where no rate has taught anything, noise has its best inside
-)
+TRIES, WIDEN = 8, ".lr"  # a rate at the edge of what was tried is tried further, up to so many
+FLAT = 0.005  # accuracies that differ by less tell nothing: on a plateau noise has its best inside
 Settings = dict[str, Any]
 
 
@@ -144,13 +142,14 @@ def next_settings(tune: Mapping[str, Sequence[Any]], trials: Sequence[Trial], sm
     rates = sorted({found.settings[key] for found in trials})
     if best is None or not all(found.over for found in trials):
         return None
-    accuracies = [found.accuracy for found in trials if found.accuracy is not None]
-    flat = max(accuracies) - min(accuracies) < FLAT
-    if not flat and best.settings[key] not in (rates[0], rates[-1]):
-        return None
     step = max(2.0, rates[1] / rates[0])
-    lower = best.settings[key] == rates[0] and not flat
-    beyond = rates[0] / step if lower else rates[-1] * step
+    known = {found.settings[key]: found.accuracy for found in trials if found.accuracy is not None}
+    if max(known.values()) - known.get(rates[-1], -1.0) < FLAT:
+        beyond = rates[-1] * step
+    elif best.settings[key] == rates[0]:
+        beyond = rates[0] / step
+    else:
+        return None
     return {key: float(f"{beyond:.3g}")}
 
 
