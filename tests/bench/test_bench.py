@@ -1,5 +1,6 @@
 """Every benchmark in miniature, as a user calls it: that it works and is right. Times are never asserted."""
 
+import itertools
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from fedsieve.bench.frontier import DIVERGED, frontier, make_experiment, read_po
 from fedsieve.bench.limits import promise, training_flops
 from fedsieve.bench.memory import _try, host_bytes, memory, search
 from fedsieve.bench.peers import missing
-from fedsieve.bench.result import Incomplete, alternate, shown
+from fedsieve.bench.result import Incomplete, Stopped, alternate, shown
 from fedsieve.bench.rounds import SMALL, Case, PlainClient, flower_client, pfl_case
 from fedsieve.bench.wire import make_ways
 from fedsieve.config import Model
@@ -141,6 +142,44 @@ def test_no_further_turn_begins_when_time_is_up_but_everyone_had_one():
     seen = []
     alternate({name: (lambda name=name: seen.append(name)) for name in "ab"}, CPU, repeats=9, seconds=0, warm=True)
     assert seen == ["a", "b"]
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_stopped_by_hand_whole_turns_are_kept(last, monkeypatch):
+    calls = itertools.count()
+
+    def timed(*_):
+        if (number := next(calls)) > last:
+            raise KeyboardInterrupt
+        return float(number)
+
+    monkeypatch.setattr("fedsieve.bench.result.timed", timed)
+    with pytest.raises(Stopped) as stopped:
+        alternate({"a": int, "b": int}, CPU, repeats=9)
+    assert stopped.value.medians.turns == 2 and stopped.value.medians == {"a": 1.0, "b": 2.0}
+
+
+def test_stopped_before_all_had_a_turn_nothing_is_kept():
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        alternate({"a": int, "b": interrupt}, CPU, repeats=9, warm=True)
+    assert not isinstance(stopped.value, Stopped)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_rounds_that_are_stopped_by_hand_show_the_turns_they_had(monkeypatch):
+    taken = rounds_module.alternate
+
+    def alternate(*arguments, **options):
+        raise Stopped(taken(*arguments, **options))
+
+    monkeypatch.setattr(rounds_module, "alternate", alternate)
+    plan = replace(rounds_module.default_plan(CPU, smoke=True), ways=("plain", "sequential", "stacked"), together=True)
+    with pytest.raises(Incomplete) as stopped:
+        rounds_module.rounds(CPU, True, plan)
+    assert [row[3] for row in stopped.value.result.rows] == ["plain loop", "fedsieve, one by one", "fedsieve, stacked"]
 
 
 def test_numbers_are_written_with_three_digits_and_thousands_apart():

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -61,6 +61,14 @@ class Medians(dict[str, float]):
     turns = 0
 
 
+class Stopped(KeyboardInterrupt):
+    """Stopped by hand, with the medians of the turns that were over."""
+
+    def __init__(self, medians: Medians) -> None:
+        super().__init__()
+        self.medians = medians
+
+
 def alternate(
     calls: Mapping[str, Callable[[], object]],
     device: torch.device,
@@ -70,20 +78,32 @@ def alternate(
 ) -> Medians:
     """Median seconds of each call. The calls take turns, so that a disturbance of the machine falls on all of them.
 
-    They are called once before, unless they are `warm`. No turn but the first begins once `seconds` have passed.
+    They are called once before, unless they are `warm`. No turn but the first begins once `seconds` have passed. Stopped by
+    hand after a turn, it raises `Stopped`.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     if not warm:
         for call in calls.values():
             call()
     start = time.perf_counter()
-    for number in range(repeats):
-        if number and time.perf_counter() - start > seconds:
-            break
-        for name, call in calls.items():
-            times[name].append(timed(call, device))
-    medians = Medians({name: statistics.median(taken) for name, taken in times.items()})
-    medians.turns = min(map(len, times.values()), default=0)
+    try:
+        for number in range(repeats):
+            if number and time.perf_counter() - start > seconds:
+                break
+            for name, call in calls.items():
+                times[name].append(timed(call, device))
+    except KeyboardInterrupt:
+        if not all(times.values()):
+            raise
+        raise Stopped(_medians(times)) from None
+    return _medians(times)
+
+
+def _medians(times: Mapping[str, Sequence[float]]) -> Medians:
+    """Of the turns that all took."""
+    turns = min(map(len, times.values()), default=0)
+    medians = Medians({name: statistics.median(taken[:turns]) for name, taken in times.items()})
+    medians.turns = turns
     return medians
 
 

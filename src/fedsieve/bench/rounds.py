@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsieve.bench.limits import measure_limits, training_flops
 from fedsieve.bench.peers import Arrays, flower_rounds, missing, pfl_rounds
-from fedsieve.bench.result import Result, alternate, keeping, timed
+from fedsieve.bench.result import Result, Stopped, alternate, keeping, timed
 from fedsieve.config import Data, Experiment, parse_config
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
@@ -290,6 +290,7 @@ def _measured(
     """
     calls: dict[str, Callable[[], object]] = {}
     first: dict[str, float] = {}
+    stopped: Stopped | None = None
     with contextlib.ExitStack() as stack:
         for way in (way for way in ways if plan.together or way in PEERS):
             try:
@@ -300,10 +301,15 @@ def _measured(
                     raise
                 calls.pop(way, None)
                 skipped.append(f"{way}, {case.pixels} px: failed, {type(error).__name__}: {str(error)[:200]}")
-        taken = alternate(calls, device, plan.repeats, plan.seconds, warm=True)
+        try:
+            taken = alternate(calls, device, plan.repeats, plan.seconds, warm=True)
+        except Stopped as error:
+            taken, stopped = error.medians, error
     best = min((way for way in taken if way in PLAIN), key=lambda way: taken[way])
     for way in taken:
         yield way, taken[way], taken[best], taken.turns, first[way]
+    if stopped:
+        raise stopped
     plain = calls[best]
     del calls
     for way in (way for way in ways if way not in taken and way in OURS):
