@@ -280,6 +280,20 @@ def test_where_seeds_make_no_difference_one_tells():
     assert judge(claim, {"a": of(2.0), "b": Given({0: 1.0})}).word == "cannot be told"
 
 
+@pytest.mark.parametrize(("evaluations", "expected"), [(9, None), (10, 0.1), (12, 0.1)])
+def test_steadiness_is_of_the_last_ten_evaluations_and_of_no_fewer(evaluations, expected, tmp_path):
+    run = finished(tmp_path / "run")
+    accuracies = [0.0] * (evaluations - 10) + [0.4, 0.6] * 5
+    records = [
+        json.dumps({"stage": "backbone", "index": epoch, "epoch": epoch, "val_accuracy": accuracy}) + "\n"
+        for epoch, accuracy in enumerate(accuracies[:evaluations], start=1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(records))
+    outcome = read_outcome(run, TINY_EXPERIMENT)
+    found = Result(ROW, TINY_EXPERIMENT, [], [outcome]).mean("steadiness")
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
 def test_rows_that_ran_without_the_measure_are_not_called_not_run(tmp_path):
     run = read_outcome(finished(tmp_path / "run"), TINY_EXPERIMENT)
     ran = Result(ROW, TINY_EXPERIMENT, [], [run])

@@ -18,11 +18,13 @@ FIGURES = {
 
 
 def keep(folder: Path) -> None:
-    """Rows with a result, and runs that ended; what did not run says nothing here."""
+    """Rows with a result, their runs that ended, and what was tried for them; what did not run says nothing here."""
+    with (folder / "runs.csv").open(newline="") as file:
+        ran = {row["row"] for row in csv.DictReader(file) if row["state"] == "finished"}
     for source, target, measured in (
         ("results.csv", f"{folder.name}.csv", lambda row: row["seeds"] != "0"),
         ("runs.csv", f"{folder.name}-runs.csv", lambda row: row["state"] == "finished"),
-        ("choices.csv", f"{folder.name}-choices.csv", lambda row: row["state"] == "finished"),
+        ("choices.csv", f"{folder.name}-choices.csv", lambda row: row["state"] == "finished" and row["row"] in ran),
     ):
         with (folder / source).open(newline="") as file:
             reader = csv.DictReader(file)

@@ -26,7 +26,7 @@ from fedsieve.study.definition import ClaimSpec, Row, Study
 
 State = Literal["finished", "diverged", "not run", "unfinished", "damaged", "another config"]
 FAILED = "failed.json"  # in the folder of a run that diverged
-STEADY = 10  # evaluations at the end over which steadiness is taken
+STEADY = 10  # evaluations at the end over which steadiness is taken: fewer show how fast a run learns
 TRIES, WIDEN = 8, ".lr"  # a rate at the edge of what was tried is tried further, up to so many
 FLAT = 0.005  # accuracies that differ by less tell nothing: on a plateau noise has its best inside
 Settings = dict[str, Any]
@@ -321,7 +321,7 @@ def _bytes(run: RunFolder) -> float | None:
 
 def _steadiness(run: RunFolder) -> float | None:
     values = _column(run, "test_accuracy", "val_accuracy")[-STEADY:]
-    return float(np.std(values)) if len(values) > 1 else None
+    return float(np.std(values)) if len(values) == STEADY else None
 
 
 def _jaccard(run: RunFolder) -> float | None:
@@ -418,7 +418,7 @@ def judge(claim: ClaimSpec, results: Mapping[str, Result]) -> Verdict:
     else:
         apart = np.array([found[0][seed] - found[1][seed] for seed in found[0] if seed in found[1]])
     rows = [results[name] for name in claim.rows if name in results]
-    if not len(apart):  # rows that ran may lack a measure, as steadiness after one evaluation
+    if not len(apart):  # rows that ran may lack a measure, as steadiness after few evaluations
         return Verdict(claim, "cannot be told" if rows and all(row.runs for row in rows) else "not run")
     mean = float(apart.mean())
     exact = all(row.row.seeds == 1 for row in rows)
