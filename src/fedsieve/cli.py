@@ -617,16 +617,20 @@ def study(
             told = f" [dim](reported: {escape(', '.join(row.reported))})[/]" if row.reported else ""
             console.print(f"[bold]{escape(row.name)}[/]  {escape(row.label)}{told}", highlight=False, soft_wrap=True)
         return
-    from fedsieve.study.grid import run_study, show_study, unsound
+    from fedsieve.study.grid import check_folder, run_study, show_study, unsound
 
     if smoke and (seeds or 1) > 1:
         raise FedsieveError("--smoke runs one seed of every row: leave --seeds out")
     seeds = 1 if smoke else seeds or 3
     folder = out or Path("runs") / (f"study-{name}-smoke" if smoke else f"study-{name}")
     if show:
+        if rows:
+            raise FedsieveError("--show shows all rows that are there: leave --rows out")
+        if overrides or rates or smoke:
+            check_folder(chosen, folder)
         page = show_study(name, folder, seeds)
         if lacking := unsound(folder):
-            told = f"{lacking} begun runs have no result: the page and {folder / 'runs.csv'} say why"
+            told = f"{lacking} begun runs have no result: the page, runs.csv and choices.csv in {folder} say why"
             console.print(told, style="yellow", highlight=False, soft_wrap=True)
     else:
         page = run_study(chosen, folder, some, seeds, console, quiet, keep_all, limit)

@@ -70,6 +70,7 @@ DAMAGE = {
     ),
     "predictions.npz is damaged: not an npz file": lambda folder: (folder / "predictions.npz").write_bytes(b"?"),
     "predictions.npz is missing": lambda folder: (folder / "predictions.npz").unlink(),
+    "clients.npz is damaged": lambda folder: (folder / "clients.npz").write_bytes(b"?"),
 }
 
 
@@ -81,6 +82,15 @@ def test_a_finished_run_that_lost_something_is_named_and_left_out(make_federated
     assert [run.path for group in found.groups for run in group.runs] == [whole]
     ((folder, told),) = found.missing
     assert folder == str(damaged) and told.startswith(reason)
+
+
+def test_a_run_that_lost_its_config_is_named_among_others(make_federated):
+    whole, damaged = make_federated("whole"), make_federated("damaged", mask={"sparsity": 0.8})
+    (damaged / "config.yaml").unlink()
+    found = compare([whole.parent])
+    ((folder, told),) = found.missing
+    assert folder == str(damaged) and "config.yaml" in told
+    assert [run.path for group in found.groups for run in group.runs] == [whole]
 
 
 def test_bytes_that_moved_to_another_stage_are_a_damaged_ledger(make_federated):

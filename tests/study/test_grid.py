@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -20,7 +21,7 @@ from fedsieve.report.page import write_report
 from fedsieve.study import grid
 from fedsieve.study.definition import STUDIES, load_study
 from fedsieve.study.grid import Grid, GridDisplay, begin, claimed, run_study, show_study
-from fedsieve.study.page import make_table, markdown, written
+from fedsieve.study.page import make_table, markdown, write_study, written
 from fedsieve.study.results import read_results
 
 SMALL = """
@@ -219,8 +220,6 @@ def test_a_damaged_row_is_shown_as_missing_and_run_again(small, tmp_path):
     folder = out / "runs/a/plain/seed-0"
     before = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text("{")
-    from fedsieve.study.page import write_study
-
     page = write_study(study, out, 1).read_text()
     assert "Not in the numbers" in page and "seed 0 damaged" in page
     run_all(study, out, seeds=1, patterns=["a/plain"])
@@ -233,6 +232,47 @@ def test_a_damaged_row_is_shown_as_missing_and_run_again(small, tmp_path):
     with pytest.raises(FedsieveError, match=r"Delete .*seed-0 to run it anew"):
         run_all(study, out, seeds=1, patterns=["a/plain"])
     assert (folder / "summary.json").exists()
+
+
+def test_runs_that_cannot_go_on_are_named_when_all_others_are_over(small, tmp_path, capsys):
+    study, out = small(), tmp_path / "out"
+    run_all(study, out, seeds=3, patterns=["a/plain"])
+    lost, gone, other = (out / f"runs/a/plain/seed-{seed}" for seed in range(3))
+    (lost / "config.yaml").unlink()
+    shutil.rmtree(gone)
+    gone.write_text("a file")
+    (other / "summary.json").write_text("{")
+    with pytest.raises(FedsieveError) as stuck:
+        run_all(study, out, seeds=3, patterns=["a/plain"])
+    assert f"Delete {lost} to run it anew" in str(stuck.value) and f"Delete {gone} to run it anew" in str(stuck.value)
+    states = [outcome.state for outcome in read_results(study, out, study.select(["a/plain"]), 3)["a/plain"].outcomes]
+    assert states == ["damaged", "damaged", "finished"] and gone.read_text() == "a file"
+
+
+def test_a_signal_that_went_unheard_between_two_runs_stops_before_the_next(small, tmp_path, monkeypatch):
+    study, out = small(), tmp_path / "out"
+    do = grid.Grid._do
+
+    def swallow(self, row, seed, size):
+        do(self, row, seed, size)
+        with contextlib.suppress(BaseException):  # as a destructor does
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+    monkeypatch.setattr(grid.Grid, "_do", swallow)
+    with pytest.raises(FedsieveError, match="stopped between two runs") as stopped:
+        run_all(study, out, seeds=2, patterns=["a/plain"])
+    assert stopped.value.exit_code == 130 and not (out / "runs/a/plain/seed-1").exists()
+
+
+def test_a_damaged_trial_leaves_nothing_chosen_and_is_told(small, tmp_path, capsys):
+    study, out = small(), tmp_path / "out"
+    run_all(study, out, seeds=1, patterns=["a/tuned"])
+    (out / "runs/a/tuned/lr-0.1/seed-0/summary.json").write_text("{")
+    assert grid.unsound(out) == 0
+    page = write_study(study, out, 1).read_text()
+    assert "lr 0.1 damaged" in page and grid.unsound(out) == 1
+    assert "True" not in (out / "choices.csv").read_text()
 
 
 def test_a_damaged_run_that_cannot_go_on_is_run_anew(small, tmp_path, monkeypatch):
@@ -289,8 +329,7 @@ def test_a_row_of_which_only_trials_ran_says_so(small, tmp_path):
     shutil.rmtree(out / "runs/a/tuned/lr-1e-06")
     show = read_results(study, out, study.select(["a/tuned"]), 1)
     table = make_table(["test_accuracy"], list(show.values()), "about")
-    assert "| `a/tuned` tuned (rate 0.1" in markdown(table, differ=True) and not table.idle
-    assert "| its settings are not chosen yet |" in markdown(table, differ=True)
+    assert "| `a/tuned` tuned | its settings are not chosen yet |" in markdown(table, differ=True) and not table.idle
 
 
 def test_tables_say_what_was_not_run(small, tmp_path):
@@ -336,6 +375,8 @@ def test_the_command_lists_runs_and_shows(tmp_path, capsys):
         (("study", "secure", "--limit", "1e12"), "--limit: 1e+12"),
         (("study", "drift", "--show", "--out", out), "the study secure, not of drift"),
         (("study", "secure", "--show", "--out", tmp_path), "not a study folder"),
+        (("study", "secure", "--show", "data.size=9", "--out", out), "was begun as `fedsieve study secure --smoke`"),
+        (("study", "secure", "--show", "--rows", "central/*", "--out", out), "leave --rows out"),
         (("study", "secure", "data.sise=3", "--out", tmp_path / "new"), "data.sise"),
     ):
         assert fedsieve(*words) == 2

@@ -219,8 +219,8 @@ def test_other_settings_are_tried_as_they_are_given_and_diverged_ones_are_not_ch
     tune = {"mask.sparsity": [0.5, 0.9], "mask.rule": ["random", "high_magnitude"]}
     trials = search(tune, lambda s: None if s["mask.rule"] == "random" else s["mask.sparsity"])
     assert [tuple(trial.settings.values()) for trial in trials] == list(itertools.product(*tune.values()))
-    assert Result(ROW, None, trials, []).chosen == {"mask.sparsity": 0.9, "mask.rule": "high_magnitude"}
-    assert Result(ROW, None, [tried({"x.lr": 1.0}, None)], []).chosen == {}
+    assert Result(ROW, TINY_EXPERIMENT, trials, []).chosen == {"mask.sparsity": 0.9, "mask.rule": "high_magnitude"}
+    assert Result(ROW, TINY_EXPERIMENT, [tried({"x.lr": 1.0}, None)], []).chosen == {}
 
 
 def test_a_trial_that_is_not_over_widens_nothing():
@@ -230,8 +230,8 @@ def test_a_trial_that_is_not_over_widens_nothing():
 
 def test_a_choice_at_the_edge_is_told():
     trials = [tried({"x.lr": rate}, accuracy) for rate, accuracy in ((0.1, 0.5), (0.2, 0.6), (0.3, 0.9))]
-    assert Result(ROW, None, trials, []).at_edge
-    assert not Result(ROW, None, [*trials, tried({"x.lr": 0.4}, 0.1)], []).at_edge
+    assert Result(ROW, TINY_EXPERIMENT, trials, []).at_edge
+    assert not Result(ROW, TINY_EXPERIMENT, [*trials, tried({"x.lr": 0.4}, 0.1)], []).at_edge
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------

@@ -128,7 +128,8 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").exists()
+    """Whether a run lies there, be it one that lost its config: it is named as damaged then."""
+    return any((folder / name).exists() for name in ("config.yaml", "summary.json"))
 
 
 def difference(one: Group, two: Group, measure: str) -> Difference:

@@ -164,7 +164,7 @@ class RunFolder:
             length, there = stage.rounds or stage.epochs or 0, sum(row.get("stage") == name for row in self.records)
             if there < length:
                 return f"metrics.jsonl is {self._state('metrics.jsonl')}: {there} of the {length} {self.unit}s of stage {name}"
-        if unreadable := self.unreadable("metrics.jsonl", "ledger.csv"):
+        if unreadable := self.unreadable("metrics.jsonl", "ledger.csv", "predictions.npz", "clients.npz"):
             return unreadable
         listed = Counter[tuple[str, str]]()
         for (name, _, way, _, size), count in (self.messages or {}).items():

@@ -51,6 +51,7 @@ from fedsieve.study.results import (
     run_folder,
     trial,
     trial_place,
+    tried_words,
 )
 from fedsieve.train.loop import Tick
 
@@ -147,8 +148,11 @@ def run_study(
 def show_study(name: str, out: Path, seeds: int) -> Path:
     """The page of what lies in a study folder."""
     if not (out / RECORD).exists():
+        begun = (
+            ", and the command that this one was begun with takes its runs up again" if (out / "runs").is_dir() else ""
+        )
         raise FedsieveError(
-            f"{out}: not a study folder (it has no {RECORD}). `fedsieve study {name} --out DIR` makes one"
+            f"{out}: not a study folder (it has no {RECORD}). `fedsieve study {name} --out DIR` makes one{begun}"
         )
     there = _read_record(out)
     if there["study"] != name:
@@ -159,8 +163,12 @@ def show_study(name: str, out: Path, seeds: int) -> Path:
 
 def unsound(out: Path) -> int:
     """How many runs of a study that was shown were begun and have no result: unfinished, damaged, of another config."""
-    with (out / "runs.csv").open(newline="") as file:
-        return sum(row["state"] not in ("finished", "not run") for row in csv.DictReader(file))
+    count = 0
+    for name, well in (("runs.csv", {"finished", "not run"}), ("choices.csv", {"finished", "not run", "diverged"})):
+        if (out / name).exists():  # nothing is chosen in some studies
+            with (out / name).open(newline="") as file:
+                count += sum(row["state"] not in well for row in csv.DictReader(file))
+    return count
 
 
 def _seeds_there(out: Path) -> int:
@@ -171,6 +179,14 @@ def _seeds_there(out: Path) -> int:
 
 class Taken(Exception):
     """Another process is at a run."""
+
+
+class Stuck(FedsieveError):
+    """A run that can neither go on nor be run anew: what lies there is not this study's to delete."""
+
+
+class _Stop(BaseException):
+    """A signal between two runs. No `except Exception` on the way takes it for something else."""
 
 
 @contextlib.contextmanager
@@ -194,25 +210,34 @@ def claimed(out: Path, folder: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _alarm(limit: float | None) -> Iterator[threading.Event]:
-    """Stop as SIGTERM would after so many seconds: in a run it saves first, between two there is nothing to save.
+class _Signals:
+    """What asked the process to stop between two runs."""
 
-    The event tells that the time was up.
-    """
-    rung = threading.Event()
+    def __init__(self) -> None:
+        self.rung = False  # the time was up
+        self.received: int | None = None
+
+    def check(self) -> None:
+        """Stop, where what a signal raised went unheard, as it does in a destructor."""
+        if self.received is not None:
+            raise _Stop
+
+
+@contextlib.contextmanager
+def _alarm(limit: float | None) -> Iterator[_Signals]:
+    """Stop as SIGTERM would after so many seconds: in a run it saves first, between two there is nothing to save."""
+    signals = _Signals()
 
     def ring() -> None:
-        rung.set()
+        signals.rung = True
         os.kill(os.getpid(), signal.SIGTERM)
 
     def between(number: int, _: Any) -> None:
-        raise FedsieveError(
-            "stopped between two runs; nothing is lost. The same command goes on from here", 128 + number
-        )
+        signals.received = number
+        raise _Stop
 
     if threading.current_thread() is not threading.main_thread():
-        yield rung
+        yield signals
         return
     before = {number: signal.signal(number, between) for number in (signal.SIGINT, signal.SIGTERM)}
     timer = threading.Timer(limit or 0, ring)
@@ -220,7 +245,7 @@ def _alarm(limit: float | None) -> Iterator[threading.Event]:
     if limit is not None:
         timer.start()
     try:
-        yield rung
+        yield signals
     finally:
         timer.cancel()
         for number, handler in before.items():
@@ -242,15 +267,21 @@ class Grid:
 
         What other processes are at is passed over, and looked at again at the end. Gives whether all could run in `limit` seconds.
         """
-        with _alarm(limit) as rung:
+        with _alarm(limit) as signals:
             try:
-                self._run_all()
+                self._run_all(signals)
+            except _Stop:
+                if not (signals.rung and signals.received == signal.SIGTERM):
+                    raise FedsieveError(
+                        "stopped between two runs; nothing is lost. The same command goes on from here",
+                        128 + (signals.received or signal.SIGINT),
+                    ) from None
             except FedsieveError as error:
-                if not (rung.is_set() and error.exit_code == 128 + signal.SIGTERM):
+                if not (signals.rung and error.exit_code == 128 + signal.SIGTERM):
                     raise
-        return not rung.is_set()
+        return not signals.rung
 
-    def _run_all(self) -> None:
+    def _run_all(self, signals: _Signals) -> None:
         images = len(self.shared.images(self.study.experiment(self.rows[0], 0).data, "train", self.display.say))
         experiments = {row.name: self.study.experiment(row, 0) for row in self.rows}
         costs = {
@@ -259,16 +290,22 @@ class Grid:
         with self.display.grid(self._planned(costs)):
             seeds = range(self.seeds)
             left = [(row, seed) for seed in seeds for row in self.rows if seed < (row.seeds or self.seeds)]
+            stuck: dict[str, None] = {}  # a trial's is met with every seed
             while left:
                 elsewhere = []
                 for row, seed in left:
+                    signals.check()
                     try:
                         self._do(row, seed, costs[row.name])
                     except Taken:
                         elsewhere.append((row, seed))
+                    except Stuck as error:
+                        stuck[str(error)] = None
                 if elsewhere == left:
                     time.sleep(1)
                 left = elsewhere
+        if stuck:
+            raise FedsieveError("all other runs are over, but these cannot go on:\n" + "\n".join(stuck))
 
     def check(self) -> None:
         """Refuse, before anything runs, what cannot run here and rows that were made with another config."""
@@ -317,9 +354,8 @@ class Grid:
             return {}
         trials: list[Trial] = []
         while (settings := next_settings(tune, trials, self.study.smoke)) is not None:
-            words = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
             folder, experiment = trial_place(self.study, row, settings, self.out)
-            self._run(row, f"{row.name} trying {words}", folder, experiment, size)
+            self._run(row, f"{row.name} trying {tried_words(settings)}", folder, experiment, size)
             trials.append(trial(self.study, row, settings, self.out))
         best = best_trial(trials)
         return best.settings if best else None
@@ -369,8 +405,9 @@ class Grid:
                 raise FedsieveError(
                     f"stopped in {name}; nothing is lost. The same command goes on from here", error.exit_code
                 ) from None
-            again = "" if state == "not run" else f". Delete {folder} to run it anew"
-            raise FedsieveError(f"{name}: {error}{again}", error.exit_code) from None
+            if state == "not run":
+                raise FedsieveError(f"{name}: {error}", error.exit_code) from None
+            raise Stuck(f"{name}: {error}. Delete {folder} to run it anew") from None
         gc.collect()  # a network in a cycle of references would hold on to the device's memory
         if not self.keep_all:
             slim(folder, weights=experiment.seed == 0, masks=experiment.seed == 0 or row.keep)

@@ -49,6 +49,8 @@ class Outcome:
 def read_outcome(folder: Path, experiment: Experiment) -> Outcome:
     """What lies in the place of a run of `experiment`."""
     seed = experiment.seed
+    if folder.exists() and not folder.is_dir():
+        return Outcome(folder, seed, "damaged", "a file lies where the run's folder belongs")
     if not (folder / "config.yaml").exists():
         ended = (folder / "summary.json").exists()
         return Outcome(folder, seed, *(("damaged", "config.yaml is gone") if ended else ("not run",)))
@@ -128,6 +130,11 @@ def run_folder(out: Path, row: Row, settings: Mapping[str, Any]) -> Path:
     return out / "runs" / row.name / "_".join(words)
 
 
+def tried_words(settings: Settings) -> str:
+    """What was tried, in a few words."""
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
+
+
 def next_settings(tune: Mapping[str, Sequence[Any]], trials: Sequence[Trial], smoke: bool) -> Settings | None:
     """What to try next for a row; None when all has been tried."""
     tried = [found.settings for found in trials]
@@ -184,7 +191,7 @@ class Result:
 
     @property
     def chosen(self) -> Settings:
-        best = best_trial(self.trials)
+        best = best_trial(self.trials) if self.experiment else None  # else the search is not over
         return best.settings if best else {}
 
     @property
@@ -263,7 +270,9 @@ def read_result(study: Study, out: Path, row: Row, seeds: int) -> Result:
         trials.append(trial(study, row, settings, out))
     best = best_trial(trials)
     if tune and (best is None or not all(found.over for found in trials)):
-        reason = "its settings are not chosen yet"
+        begun = [found for found in trials if not found.over and found.outcome.state != "not run"]
+        told = "; ".join(f"{tried_words(found.settings)} {found.outcome.state}" for found in begun)
+        reason = "its settings are not chosen yet" + (f" ({told})" if told else "")
         if trials and all(found.outcome.state == "diverged" for found in trials):
             reason = "every setting that was tried diverged"
         waiting: list[Outcome] = [Outcome(out, seed, "not run", reason) for seed in range(count)]
