@@ -89,6 +89,11 @@ TABLES: dict[str, tuple[str, str, list[str]]] = {
             "scope/shared-* scope/public-*",
         ],
     ),
+    "beyond-fourth": (  # of whose seeds the last was taken
+        "beyond",
+        "data.size=128 stages.backbone.rounds=200 device=cpu compile=eager --seeds 4",
+        ["rules/high_hybrid-tensor-s0.99", "rules/random-tensor-s0.99"],
+    ),
     "scope": (
         "beyond",
         "data.size=128 stages.backbone.rounds=200",
