@@ -177,7 +177,7 @@ class Stacked:
         """Refuse a network that cannot be stacked."""
         task = self.task
         inputs, _ = task.feed.batch(np.arange(min(2, len(task.feed))))
-        Stack(task.model, task.space, self.support, clients=2).check(inputs)
+        self.stack.check(inputs)
         with task.autocast():  # types that do not go together show here
             self.stack.trial(inputs)
 

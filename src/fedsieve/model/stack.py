@@ -5,10 +5,13 @@ batched products over a client axis; everything else (attention, activations, fr
 plain autograd, so fused attention, autocast, torch.compile and CUDA graphs work as for a single network.
 """
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,12 @@ from torch.func import functional_call
 
 from fedsieve.errors import FedsieveError
 from fedsieve.model.space import ParamSpace
+
+# Outputs, and gradients by the name of what they are taken by.
+Results = tuple[Tensor, dict[str, Tensor]]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Where a network is checked: in the first of these types that it computes in, to this relative error.
+PRECISIONS = ((torch.float64, 1e-5), (torch.float32, 1e-3))
 
 
 class Stack:
@@ -40,7 +49,7 @@ class Stack:
         alike: bool = False,
         compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda network: network,
     ) -> None:
-        self.model, self.clients, self.cast = model, clients, cast
+        self.model, self.space, self.support, self.clients, self.cast = model, space, support, clients, cast
         self.network = compile(self._network)
         device = next(model.parameters()).device
         everything = torch.arange(space.size, device=device) if support is None else support
@@ -52,6 +61,8 @@ class Stack:
         for name, start, first, last in zip(space.names, space.offsets, cuts, cuts[1:], strict=False):
             if first == last and not whole:
                 continue
+            if parameters[name]._backward_hooks:
+                raise FedsieveError(f"{name} has a hook")
             weights = parameters[name].detach().to(self._type(name))
             leaf = weights.expand(clients, *weights.shape)
             leaf = leaf if alike else leaf.clone(memory_format=torch.contiguous_format)
@@ -117,32 +128,42 @@ class Stack:
     def _type(self, name: str) -> torch.dtype:
         """The type that a parameter is kept in."""
         owner = self.model.get_submodule(name.rpartition(".")[0])
-        norm = isinstance(owner, tuple(kind for kind, _ in LAYERS)) and not isinstance(owner, (nn.Linear, nn.Conv2d))
+        norm = isinstance(owner, (nn.LayerNorm, nn.BatchNorm2d))
         return self.model.get_parameter(name).dtype if self.cast is None or norm else self.cast
 
     def _plan(self) -> tuple[dict[nn.Module, Callable[[Tensor], Tensor]], list[str]]:
         """The layers to replace, and the parameters to replace that no layer of a known kind owns."""
         forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
-        bare = []
+        bare: list[str] = []
         for path, module in self.model.named_modules():
             own = [name for name, _ in module.named_parameters(recurse=False)]
             names = {name: f"{path}.{name}".lstrip(".") for name in own}
-            if self.cast is not None and type(module) is nn.GELU and module.approximate == "none":
+            exact = type(module) is nn.GELU and module.approximate == "none" and "forward" not in vars(module)
+            if self.cast is not None and exact:
                 forwards[module] = self._gelu
                 continue
-            make = next((make for kind, make in LAYERS if isinstance(module, kind)), None)
-            if make is not None:
-                if any(name in self.leaves for name in names.values()):
-                    forwards[module] = make(module, self, names)
+            mine = [name for name in names.values() if name in self.leaves]
+            if isinstance(module, (nn.Linear, nn.LayerNorm, nn.BatchNorm2d, nn.Conv2d)):
+                if mine:
+                    forwards[module] = self._layer(path, module, names)
                 continue
-            for name in names.values():
-                if name in self.leaves:
-                    shape = self.leaves[name].shape[1:]
-                    if len(shape) != 1 and shape[0] != 1:
-                        raise FedsieveError(f"{name} of shape {tuple(shape)} cannot be stacked")
-                if name in self.leaves or self.cast is not None:
-                    bare.append(name)
+            for name in mine:
+                shape = self.leaves[name].shape[1:]
+                if not shape or (len(shape) > 1 and shape[0] != 1):
+                    raise FedsieveError(f"{name} of shape {tuple(shape)} cannot be stacked")
+            bare += mine if self.cast is None else names.values()
         return forwards, bare
+
+    def _layer(self, path: str, module: nn.Module, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+        """The stacked forward pass of a layer, which must be all that calling it does."""
+        make = layers().get(type(module))
+        if make is None:
+            raise FedsieveError(f"{path} ({type(module).__name__}) is no layer that stacking knows")
+        if names.keys() not in ({"weight"}, {"weight", "bias"}):
+            raise FedsieveError(f"{path} has {', '.join(names)} instead of a weight and a bias")
+        if "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS):
+            raise FedsieveError(f"{path} has a hook or a forward pass of its own")
+        return make(module, self, names)
 
     def _gelu(self, inputs: Tensor) -> Tensor:
         """In the shape of the products before and behind, whose bias it is fused with."""
@@ -169,28 +190,65 @@ class Stack:
             for module in self.forwards:
                 del module.forward  # the class's own shows again
 
-    @torch.no_grad()
     def check(self, inputs: Tensor) -> None:
-        """Refuse a network that this way of stacking gets wrong: compare with copies run one by one on `inputs` (B, ...).
+        """Refuse a network that this way of stacking gets wrong. One network is tried once per shape of `inputs` (B, ...).
 
-        It is for copies in full precision: in half, sound networks may be off by a tenth. The leaves are left as they were.
+        Two copies, with random changes to their weights and random images of their own, must give the same outputs and
+        gradients together as alone. Half precision would not tell: it puts sound networks off by a tenth.
         """
-        before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
-        try:
-            for number, leaf in enumerate(self.leaves.values()):
-                generator = torch.Generator().manual_seed(number)
-                noise = torch.randn(leaf.shape, generator=generator).to(leaf)
-                leaf.add_(noise * (0.1 * leaf.abs().mean() + 0.01))
-            together = self.trial(inputs)
-            for client in {0, self.clients - 1}:
-                own = {name: leaf[client] for name, leaf in self.leaves.items()}
-                alone = functional_call(self.model, own, (inputs,))
-                error = (together[client].double() - alone.double()).norm() / alone.double().norm().clamp(min=1e-12)
-                if not error < 0.05:
-                    raise FedsieveError(f"its stacked output is off by {float(error):.2g} of its norm")
-        finally:
-            for name, leaf in self.leaves.items():
-                leaf.copy_(before[name])
+        known = _FAULTS.setdefault(self.model, {})
+        key = (*self.leaves, inputs.shape[1:])
+        if key not in known:
+            # A network that draws random numbers must not move the caller's.
+            with torch.enable_grad(), torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
+                known[key] = self._fault(inputs)
+        if known[key]:
+            raise FedsieveError(known[key])
+
+    def _fault(self, inputs: Tensor) -> str:
+        """Why the network cannot be stacked; empty if it can."""
+        fault = ""
+        for kind, tolerance in PRECISIONS:
+            try:
+                pairs = self._twins(inputs, kind)
+            except Exception as error:  # networks fail in their own ways
+                fault = _does_not_stack(error)
+                continue
+            return next(filter(None, (_difference(*pair, tolerance) for pair in pairs)), "")
+        return fault
+
+    def _twins(self, inputs: Tensor, kind: torch.dtype) -> list[tuple[Results, Results]]:
+        """What each of two copies in type `kind` gives when both run together, and when it runs alone."""
+        twins = Stack(copy.deepcopy(self.model).to(kind), self.space, self.support, clients=2)
+        generator = torch.Generator(inputs.device).manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return 2 * torch.rand(shape, generator=generator, device=inputs.device).to(kind) - 1
+
+        for leaf in twins.leaves.values():
+            leaf.data += (0.1 * leaf.detach().abs().mean() + 0.01) * noise(*leaf.shape)
+        images = noise(2, 2, *inputs.shape[1:])
+        weights = [{name: leaf.detach()[one].requires_grad_() for name, leaf in twins.leaves.items()} for one in (0, 1)]
+        outputs = [functional_call(twins.model, *pair) for pair in zip(weights, images, strict=True)]
+        if kind == torch.float64 and outputs[0].dtype != kind:
+            raise TypeError(f"it computes in {outputs[0].dtype}")
+        together = twins(images.flatten(0, 1)).unflatten(0, (2, -1))
+        if together.shape[1:] != outputs[0].shape:
+            raise ValueError(f"its outputs are {tuple(together.shape[1:])} instead of {tuple(outputs[0].shape)}")
+        directions = noise(*together.shape)
+        stacked = twins.gradients((together * directions).sum())
+        pairs = []
+        for one in (0, 1):
+            alone = torch.autograd.grad(
+                (outputs[one] * directions[one]).sum(), list(weights[one].values()), materialize_grads=True
+            )
+            pairs.append(
+                (
+                    (together[one], dict(zip(weights[one], (gradient[one] for gradient in stacked), strict=True))),
+                    (outputs[one], dict(zip(weights[one], (gradient.flatten() for gradient in alone), strict=True))),
+                )
+            )
+        return pairs
 
     @torch.no_grad()
     def trial(self, inputs: Tensor) -> Tensor:
@@ -200,9 +258,32 @@ class Stack:
         """
         try:
             outputs = self(torch.cat([inputs] * self.clients), self._network)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FedsieveError(f"it does not stack: {str(error).splitlines()[0][:200]}") from None
+        except Exception as error:  # networks fail in their own ways
+            raise FedsieveError(_does_not_stack(error)) from None
         return outputs.unflatten(0, (self.clients, -1))
+
+
+def _does_not_stack(error: Exception) -> str:
+    return f"it does not stack: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
+
+
+@torch.no_grad()
+def _difference(found: Results, expected: Results, tolerance: float) -> str:
+    """What differs by more than `tolerance` of its norm; empty if nothing does.
+
+    Some gradients are zero but for rounding, such as that of an attention's key bias: none counts as smaller than a
+    thousandth of all.
+    """
+    (output, gradients), (right, slopes) = found, expected
+    error = (output - right).norm() / right.norm()
+    if not error <= tolerance:
+        return f"its stacked output is off by {float(error):.2g} of its norm"
+    whole = torch.stack([slope.norm() for slope in slopes.values()]).norm()
+    for name, slope in slopes.items():
+        error = (gradients[name] - slope).norm() / slope.norm().clamp(min=1e-3 * whole)
+        if not error <= tolerance:
+            return f"its stacked gradient by {name} is off by {float(error):.2g} of its norm"
+    return ""
 
 
 def computed_in(autocast: Callable[[], AbstractContextManager], device: torch.device) -> torch.dtype | None:
@@ -302,6 +383,8 @@ def _linear(module: nn.Linear, stack: Stack, names: dict[str, str]) -> Callable[
 
 
 def _layer_norm(module: nn.LayerNorm, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    if getattr(module, "_fast_norm", False):
+        raise FedsieveError("timm's fast LayerNorm cannot be stacked")
     rank = 1 + len(module.normalized_shape)
     weight, bias = (stack.weight(names[name], rank) if name in names else None for name in ("weight", "bias"))
 
@@ -316,17 +399,23 @@ def _layer_norm(module: nn.LayerNorm, stack: Stack, names: dict[str, str]) -> Ca
 
 
 def _batch_norm(module: nn.BatchNorm2d, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
-    scale, shift = (stack.weight(names[name], 2) for name in ("weight", "bias"))
+    if module.training or module.running_mean is None:
+        raise FedsieveError("a BatchNorm that uses the statistics of its batch cannot be stacked")
+    scale = stack.weight(names["weight"], 2)
+    shift = stack.weight(names["bias"], 2) if "bias" in names else None
 
     def forward(inputs: Tensor) -> Tensor:
         normal = F.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
         images = normal.unflatten(0, (stack.clients, -1))
-        return (images * scale()[..., None, None] + shift()[..., None, None]).flatten(0, 1)
+        images = images * scale()[..., None, None]
+        return (images if shift is None else images + shift()[..., None, None]).flatten(0, 1)
 
     return forward
 
 
 def _conv(module: nn.Conv2d, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    if module.padding_mode != "zeros":
+        raise FedsieveError(f"a convolution with padding_mode={module.padding_mode!r} cannot be stacked")
     patches = module.stride == module.kernel_size and module.padding == (0, 0)
     patches = patches and module.dilation == (1, 1) and module.groups == 1
     get_weight = stack.weight(names["weight"], 4)
@@ -358,9 +447,21 @@ def _conv(module: nn.Conv2d, stack: Stack, names: dict[str, str]) -> Callable[[T
     return forward
 
 
-LAYERS: tuple[tuple[type[nn.Module], Callable[..., Callable[[Tensor], Tensor]]], ...] = (
-    (nn.Linear, _linear),
-    (nn.LayerNorm, _layer_norm),
-    (nn.BatchNorm2d, _batch_norm),
-    (nn.Conv2d, _conv),
-)
+@functools.cache
+def layers() -> dict[type[nn.Module], Callable[..., Callable[[Tensor], Tensor]]]:
+    """What stacks a layer, by its exact type: a subclass may compute something else."""
+    from timm.layers.linear import Linear
+    from timm.layers.norm import LayerNorm
+
+    return {
+        nn.Linear: _linear,
+        Linear: _linear,
+        nn.LayerNorm: _layer_norm,
+        LayerNorm: _layer_norm,
+        nn.BatchNorm2d: _batch_norm,
+        nn.Conv2d: _conv,
+    }
+
+
+# Why networks cannot be stacked (empty: they can), by what of them is stacked and the shape of their inputs.
+_FAULTS: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str]] = WeakKeyDictionary()
