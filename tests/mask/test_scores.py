@@ -77,7 +77,7 @@ def draws(count: int = COUNT, seed: int = 0) -> np.ndarray:
 
 
 def looped(model, space, batches, uniforms, target="log_prob"):
-    """The reference: one backward pass for each of `batches`, squared."""
+    """The reference: one backward pass for each of `batches`, squared and counted for each of its samples."""
     named = dict(model.named_parameters())
     total, first = torch.zeros(space.size, dtype=torch.float64), 0
     for inputs, labels in batches:
@@ -93,7 +93,7 @@ def looped(model, space, batches, uniforms, target="log_prob"):
         first += len(inputs)
         values = logits if target == "logit" else F.log_softmax(logits, -1)
         values[range(len(inputs)), labels].mean().backward()
-        total += space.flatten({name: named[name].grad for name in space.names}).double() ** 2
+        total += len(inputs) * space.flatten({name: named[name].grad for name in space.names}).double() ** 2
     return total
 
 
@@ -124,12 +124,22 @@ def test_the_batch_variant_equals_its_loop_and_is_smaller(name):
     model = MODELS[name]()
     space = ParamSpace.of(model)
     total, count = fisher_sum(model, space, labelled(images(), 3), draws(), per="batch")
-    assert count == 4
+    assert count == COUNT
     assert_near(total, looped(model, space, labelled(images(), 3), draws()))
     whole = labelled(images(12), 3)  # equal batches: Jensen's inequality holds weight by weight
     by_batch = fisher(model, space, whole, draws(12), per="batch")
     by_sample = fisher(model, space, whole, draws(12))
     assert (by_batch <= by_sample * 1.0001 + 1e-12).all() and by_batch.sum() < by_sample.sum()
+
+
+def test_a_ragged_last_batch_counts_by_its_size():
+    """Two images after a full batch of 64 have a share of 2 in 66, and not one half."""
+    model, many, few = mlp(), images(64), images(2, seed=1)
+    space, labels = ParamSpace.of(model), torch.arange(66) % CLASSES
+    batches = [(many, labels[:64]), (few, labels[64:])]
+    full, rest = (fisher(model, space, [batch], None, per="batch") for batch in batches)
+    assert rest.sum() > 4 * full.sum()
+    assert_near(fisher(model, space, batches, None, per="batch"), (64 * full + 2 * rest) / 66)
 
 
 @pytest.mark.parametrize("name", ["vit", "mlp"])

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -58,11 +57,11 @@ def fisher_sum(
     memory: int | None = None,
     autocast: Autocast = nullcontext,
 ) -> tuple[Tensor, int]:
-    """The sum of squared gradients, (D,) float64, and how many were added: what a client sends.
+    """The sum of squared gradients over samples, (D,) float64, and the number of samples: what a client sends.
 
     `batches` gives (inputs, labels), already on the model's device. `draws` holds one uniform number in [0, 1) per
     sample, in order, or is a generator of them, and picks y from the model's softmax; None takes the data's labels instead.
-    `per="batch"` squares the mean gradient of each of `batches`: cheaper, and biased low.
+    `per="batch"` squares the mean gradient of each of `batches` and counts it for every sample in it: cheaper, and biased low.
 
     What is squared by itself, a sample or a batch, is a copy of the network in a `Stack`, so that many are differentiated at a
     time. `memory` bounds the bytes of their gradients (512 MiB on a CPU, 8 GiB on a GPU); activations come on top.
@@ -95,7 +94,7 @@ def fisher_sum(
                 make = _stacked if _stacks(model, space, groups[0, :1]) else _mapped if single else _looped
                 squares = make(model, space, objective, nullcontext if single else autocast)
             healthy &= _add(sums, squares, groups, answers)
-            count += len(groups)
+            count += answers.numel()
     if not (healthy & total.isfinite().all()):
         raise FedsieveError(
             "scores: a gradient is not finite. The weights or the inputs hold NaN or infinity, or overflow: "
@@ -164,11 +163,14 @@ def _objective(target: str, drawn: bool, logits: Tensor, answers: Tensor) -> Ten
 
 
 def _add(sums: Mapping[str, Tensor], squares: Squares, groups: Tensor, answers: Tensor) -> Tensor:
-    """Add the squared gradients of groups, in parts where memory does not suffice; gives whether all is finite."""
+    """Add the squared gradients of groups, each for all its samples, in parts where memory does not suffice.
+
+    Gives whether all is finite.
+    """
     with contextlib.suppress(torch.cuda.OutOfMemoryError) if len(groups) > 1 else nullcontext():
         found, value = squares(groups, answers)
         for name, part in found.items():
-            sums[name].add_(part.view_as(sums[name]))
+            sums[name].add_(part.view_as(sums[name]), alpha=groups.shape[1])
         return value.isfinite().all()
     # Here and not where it failed: the error would hold on to all that was computed.
     halves = zip(groups.chunk(2), answers.chunk(2), strict=True)
@@ -176,18 +178,12 @@ def _add(sums: Mapping[str, Tensor], squares: Squares, groups: Tensor, answers: 
 
 
 def _stacks(model: nn.Module, space: ParamSpace, inputs: Tensor) -> bool:
-    """Whether copies of the network can be run as one. It is tried once for a network, not for every mask of it."""
-    known = _STACKS.setdefault(model, {})
-    if space.names not in known:
-        try:
-            Stack(model, space, None, 2).check(inputs)
-            known[space.names] = True
-        except FedsieveError:
-            known[space.names] = False
-    return known[space.names]
-
-
-_STACKS: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
+    """Whether copies of the network can be run as one."""
+    try:
+        Stack(model, space, None, 2, alike=True).check(inputs)
+    except FedsieveError:
+        return False
+    return True
 
 
 def _stacked(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
