@@ -654,7 +654,7 @@ class Experiment(Strict):
     seed: Annotated[int, Field(ge=0)] = 0
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="auto: bf16 autocast on a GPU, fp32 on a CPU"
+        "auto", description="auto: bf16 autocast on a GPU of compute capability 8 or later, otherwise fp32"
     )
     deterministic: bool = Field(False, description="bit-identical repeats on a GPU too, at some cost in speed")
     threads: Positive | None = Field(

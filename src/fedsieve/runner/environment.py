@@ -42,8 +42,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def make_autocast(experiment: Experiment, device: torch.device) -> Autocast:
-    """bf16 autocast where the experiment asks for it (by default on a GPU), otherwise nothing."""
-    bf16 = experiment.precision == "bf16" or (experiment.precision == "auto" and device.type == "cuda")
+    """bf16 autocast where the experiment asks for it (by default on a GPU that computes in it), otherwise nothing."""
+    # GPUs before compute capability 8, such as the T4, only emulate bf16: slower than fp32.
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    bf16 = experiment.precision == "bf16" or (experiment.precision == "auto" and able)
 
     def autocast() -> AbstractContextManager:
         return torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
