@@ -317,3 +317,14 @@ def test_rows_are_made_for_as_many_clients_as_train_at_a_time(kind, clients):
     whole = run(task, kind, None, Cohort(works, rows, holds), clients)
     lazy = run(make_task(), kind, None, Cohort(works, made(rows), made(holds)), clients)
     assert torch.equal(whole[0], lazy[0]) and max(asked) == clients and sum(asked) == 2 * 4
+
+
+def test_attention_biases_train():
+    """timm computes with those of an earlier pass in eval mode."""
+    small = {"embed_dim": (16, 24, 32), "depth": (1, 1, 1), "num_heads": (1, 1, 1), "key_dim": 8}
+    task = make_task(backbone=("levit_128s", small), size=128)
+    noise = torch.randn(task.space.size, generator=torch.Generator().manual_seed(0))  # timm begins with gates at zero
+    start = task.theta.detach() + 0.05 * noise
+    moved, _, _ = run(task, "sequential", None, Cohort(make_works(task, Local(steps=2)), start))
+    biases = [name for name in task.space.names if "attention_biases" in name]
+    assert biases and all(task.space.view(moved, name).flatten(1).any(1).all() for name in biases)

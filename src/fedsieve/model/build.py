@@ -93,7 +93,16 @@ def build_classifier(config: Model, classes: int, size: int, seed: int, pretrain
             module.p = 0.0
         if hasattr(module, "drop_prob"):
             setattr(module, "drop_prob", 0.0)  # noqa: B010
+        # timm keeps what it computes from attention biases in eval mode, which is the mode of training here. Layers that
+        # keep something forget it when their mode is set.
+        if type(module).train is not nn.Module.train:
+            module.register_forward_pre_hook(_set_mode)
+            module.register_forward_hook(_set_mode)
     return extend(Classifier(backbone, head), config, seed)
+
+
+def _set_mode(module: nn.Module, *_: Any) -> None:
+    module.train(module.training)
 
 
 def extend(model: Classifier, config: Model, seed: int) -> Classifier:
