@@ -626,7 +626,9 @@ class Privacy(Strict):
         0.66, description="secagg: the share of the clients asked without whom there is no sum; more than half"
     )
     bits: Literal[16, 32, 64] = Field(32, description="secagg: of a value of an update; other sums have 64")
-    bound: Rate = Field(1.0, description="secagg: the largest value of an update; what goes beyond is cut")
+    bound: Rate = Field(
+        1.0, description="secagg: the largest value of an update; larger ones are clipped, with a warning"
+    )
     pad_scale: Rate = Field(1.0, description="zero_sum: the deviation of the pads")
     pad_offset: Annotated[int, Field(ge=0)] = Field(
         0, description="zero_sum: a pad's seed is the client's number plus it"

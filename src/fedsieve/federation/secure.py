@@ -4,6 +4,7 @@ The scale is public, so clients agree on it by a secure sum too: of how many hav
 two. What goes wrong with clients takes them out of the protocol at one of its phases, drawn by the seed.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -147,7 +148,7 @@ def weighted_sum(
 ) -> tuple[Tensor, int, Taken]:
     """The sum (k,), float64, of weight * update over those who were `asked` and stayed, and their weight: 0 if aborted.
 
-    Values beyond the bound are cut. Who has no row is lost before it would be sent, and whose row is not finite is then.
+    Values beyond the bound are clipped. Who has no row is lost before it would be sent, and whose row is not finite is then.
     """
     privacy, gone = channel.privacy, dict(lost)
     point = update_point(privacy, len(asked), weight_bound)
@@ -166,9 +167,21 @@ def weighted_sum(
         {"clients": len(asked), "weight_bound": weight_bound},
         threshold_of(privacy.threshold, len(asked)),
     )
+    before = channel.clipped
     found = take(channel, "update", round, asked, privacy.bits, k + point.digits, make, threshold, gone, terms)
+    if channel.clipped and not before:
+        warnings.warn(clipping(channel), stacklevel=2)
     total, weight = (np.zeros(k), 0) if found.total is None else point.decode(found.total)
     return torch.from_numpy(total).to(channel.device), weight, found
+
+
+def clipping(channel: Channel) -> str:
+    """A warning with the share of values that were clipped."""
+    share, bound = channel.clipped / channel.summed, channel.privacy.bound
+    return (
+        f'stage "{channel.stage}": {100 * share:.2g} % of the values of updates are beyond privacy.bound ({bound:g}) and were clipped to '
+        f"it. Raise privacy.bound, or lower stages.{channel.stage}.optimizer.lr"
+    )
 
 
 def update_point(privacy: Privacy, clients: int, weight_bound: int) -> FixedPoint:
@@ -179,8 +192,10 @@ def update_point(privacy: Privacy, clients: int, weight_bound: int) -> FixedPoin
 def update_input(
     channel: Channel, round: int, client: int, row: np.ndarray, weight: int, point: FixedPoint
 ) -> np.ndarray:
-    """What a client puts into the sum of updates. Values beyond the bound are cut."""
+    """What a client puts into the sum of updates. Values beyond the bound are clipped, and counted."""
     bound = channel.privacy.bound
+    channel.clipped += int(np.count_nonzero(np.abs(row).astype(np.float32) > np.float32(bound)))
+    channel.summed += len(row)
     cut = np.clip(row, -bound, bound, dtype=np.float64)  # in float32 the bound may round up
     return point.encode(cut, weight, channel.uniforms(round, "update", client, count=len(row)))
 

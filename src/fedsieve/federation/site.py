@@ -5,6 +5,7 @@ It runs the client's half of the round loop on its own images, keeps its memory 
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,7 +27,15 @@ from fedsieve.federation.personal import PersonalModels
 from fedsieve.federation.remote import SUM, effort_space, personal_space
 from fedsieve.federation.ridge import LOSSES, head_space, losses_at_scales, statistics, statistics_space
 from fedsieve.federation.rounds import FP64, METRICS, Effort, Federated, squares_by_span
-from fedsieve.federation.secure import ASTRAY, point_at, scale_input, scaled_input, update_input, update_point
+from fedsieve.federation.secure import (
+    ASTRAY,
+    clipping,
+    point_at,
+    scale_input,
+    scaled_input,
+    update_input,
+    update_point,
+)
 from fedsieve.federation.state import Context
 from fedsieve.federation.store import ClientStore
 from fedsieve.files import write_atomic
@@ -97,6 +106,7 @@ class Site:
 
     def __init__(self, context: Context, client: int, folder: Path, test: Callable[[], Feed]) -> None:
         self.context, self.client, self.folder, self.test = context, client, folder, test
+        self.clips: set[str] = set()  # stages in which values of its updates were clipped
         self.stages = {stage.name: stage for stage in context.experiment.stages}
         assert isinstance(context.model, Classifier)
         self.model = context.model
@@ -435,6 +445,11 @@ class Visit:
         write_atomic(file, json.dumps(client.state()), private=True)
         self.outbox.messages[SUM] = answer
         note = {"what": f"{what}.{PHASES[client.phase - 1]}", "bytes": len(answer), "mask": head.get("mask")}
+        if what == "update" and PHASES[client.phase - 1] == "pad":
+            note["clipped"] = self.outbox.clipped
+            if self.outbox.clipped and self.stage.name not in self.site.clips:
+                self.site.clips.add(self.stage.name)
+                warnings.warn(f"site {self.client}: {clipping(self.outbox)}", stacklevel=2)
         self.outbox.notes.append(note)
 
     def _summand(self, what: str, count: int, row: np.ndarray, sizes: list[int]) -> np.ndarray:
