@@ -43,6 +43,7 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 # Pixels that a run trains on, from which on compiling pays: 44 s cold for ViT-S/16 on an H200, which 0.5 M images of 224 px or
 # 3.5 M of 64 px win back (docs/benchmarks.md).
 WORTH_COMPILING = 2e10
+STEP = 32  # pixels between the sizes that are tried where a network does not take the asked one
 
 
 def config_digest(experiment: Experiment) -> str:
@@ -136,17 +137,52 @@ def chosen_speed(experiment: Experiment, device: torch.device, images: float) ->
 def blank_model(experiment: Experiment, classes: int) -> Classifier:
     """The experiment's network without memory for its weights, shown to take images of the asked size."""
     size, bare = experiment.data.size, experiment.model.model_copy(update={"weights": "none"})
-    with torch.device("meta"):
-        model = build_classifier(bare, classes, size, experiment.seed)
-        try:
-            logits = model(torch.empty(2, 3, size, size))
-        except Exception as error:  # networks fail in their own ways
-            raise FedsieveError(
-                f"model: {bare.backbone} does not take images of {size} px: {str(error).splitlines()[0][:200]}"
-            ) from None
+    try:
+        model, logits = _on_meta(bare, classes, size, experiment.seed)
+    except FedsieveError as error:
+        if not (sizes := working_sizes(bare, size)):  # the size is not to blame
+            raise
+        raise FedsieveError(
+            f"data.size: {bare.backbone} does not take images of {size} px. Sizes that work include "
+            f"{', '.join(map(str, sizes))}. ({error})"
+        ) from None
     if bare.lora:
         check_reached(model, logits)
     return model
+
+
+def _on_meta(config: Model, classes: int, size: int, seed: int = 0) -> tuple[Classifier, Tensor]:
+    """A network without memory for its weights, and what it makes of images of this size."""
+    with torch.device("meta"):
+        model = build_classifier(config, classes, size, seed)
+        try:
+            return model, model(torch.empty(2, 3, size, size))
+        except Exception as error:  # networks fail in their own ways
+            raise FedsieveError(
+                f"model: {config.backbone} fails on images of {size} px: {str(error).splitlines()[0][:200]}"
+            ) from None
+
+
+def working_sizes(config: Model, size: int) -> list[int]:
+    """Sizes near `size` that a network takes, and the one it was made for; none if it takes `size` without LoRA and adapters."""
+    import timm
+
+    plain = config.model_copy(update={"lora": None, "adapter": None})
+
+    def works(asked: int) -> bool:
+        try:
+            return _on_meta(plain, 2, asked) is not None
+        except FedsieveError:
+            return False
+
+    if works(size):
+        return []
+    declared = timm.get_pretrained_cfg(config.backbone.partition(".")[0], allow_unregistered=True)
+    below = [*range((size - 1) // STEP * STEP, 0, -STEP)][:2]
+    above = [(size // STEP + number) * STEP for number in (1, 2)]
+    own = [declared.input_size[-1]] if declared is not None else []
+    found = {next(filter(works, sizes), 0) for sizes in (below, above, own)}  # the nearest of each
+    return sorted(found - {0})
 
 
 @dataclass
