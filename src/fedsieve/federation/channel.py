@@ -41,9 +41,8 @@ class Channel:
         self.ledger, self.seed, self.stage, self.device = ledger, seed, stage, device
         self.lost: dict[int, str] = {}  # clients that fell out of what is being asked of all, and why
         self.privacy, self.account = privacy, account  # what is made of sums over clients
-        self.clipped = self.summed = (
-            0  # of the values in secure sums of updates, how many were clipped, and how many there were
-        )
+        # Values of updates in secure sums: how many were clipped, and how many there were.
+        self.clipped = self.summed = 0
 
     def key(self, *address: int | str) -> int:
         """What int8 and int4 round by."""

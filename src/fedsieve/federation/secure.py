@@ -179,8 +179,8 @@ def clipping(channel: Channel) -> str:
     """A warning with the share of values that were clipped."""
     share, bound = channel.clipped / channel.summed, channel.privacy.bound
     return (
-        f'stage "{channel.stage}": {100 * share:.2g} % of the values of updates are beyond privacy.bound ({bound:g}) and were clipped to '
-        f"it. Raise privacy.bound, or lower stages.{channel.stage}.optimizer.lr"
+        f'stage "{channel.stage}": {100 * share:.2g} % of the values of updates are beyond privacy.bound ({bound:g}) '
+        f"and were clipped to it. Raise privacy.bound, or lower stages.{channel.stage}.optimizer.lr"
     )
 
 

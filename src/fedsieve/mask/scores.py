@@ -61,7 +61,8 @@ def fisher_sum(
 
     `batches` gives (inputs, labels), already on the model's device. `draws` holds one uniform number in [0, 1) per
     sample, in order, or is a generator of them, and picks y from the model's softmax; None takes the data's labels instead.
-    `per="batch"` squares the mean gradient of each of `batches` and counts it for every sample in it: cheaper, and biased low.
+    `per="batch"` squares the mean gradient of each of `batches`, and counts it for each sample in the batch: cheaper, and
+    biased low.
 
     What is squared by itself, a sample or a batch, is a copy of the network in a `Stack`, so that many are differentiated at a
     time. `memory` bounds the bytes of their gradients (512 MiB on a CPU, 8 GiB on a GPU); activations come on top.

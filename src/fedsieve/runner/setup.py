@@ -164,7 +164,10 @@ def _on_meta(config: Model, classes: int, size: int, seed: int = 0) -> tuple[Cla
 
 
 def working_sizes(config: Model, size: int) -> list[int]:
-    """Sizes near `size` that a network takes, and the one it was made for; none if it takes `size` without LoRA and adapters."""
+    """Sizes that a network takes: the nearest on both sides of `size`, and the one it was made for.
+
+    Empty if it takes `size` itself, without LoRA and adapters.
+    """
     import timm
 
     plain = config.model_copy(update={"lora": None, "adapter": None})
