@@ -41,9 +41,9 @@ def convolutional() -> nn.Module:
 class Scaled(nn.Module):
     """A bare parameter that stacking takes for one of tokens: such networks are differentiated in other ways."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.scale = nn.Parameter(1 + torch.rand(12))
+        self.scale = nn.Parameter(1 + torch.rand(width))
 
     def forward(self, inputs):
         return inputs * self.scale
@@ -250,6 +250,32 @@ def test_scoring_leaves_the_model_as_it_was():
     assert model[1].training and not model.training
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+class Twice(nn.Module):
+    """A module in two places, and a weight that two modules share, beside a parameter that does not stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+        self.again, self.tied = self.layer, nn.Linear(64, 64)
+        self.tied.weight = self.layer[0].weight
+        self.scaled, self.head = Scaled(64), nn.Linear(64, CLASSES)
+
+    def forward(self, inputs):
+        hidden = self.again(self.layer(inputs.flatten(1)))
+        return self.head(self.scaled(self.tied(hidden)))
+
+
+@pytest.mark.parametrize("per", ["sample", "batch"])
+def test_modules_that_are_used_twice_are_scored_and_left_as_they_were(per):
+    model = Twice()
+    space, before = ParamSpace.of(model), dict(model.named_parameters(remove_duplicate=False))
+    total, _ = fisher_sum(model, space, labelled(images(), 1), draws(), per=per)
+    assert_near(total, looped(model, space, labelled(images(), 1), draws()))
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
 
 def test_autocast_gives_nearly_the_same_scores():

@@ -160,6 +160,27 @@ def test_a_network_that_computes_in_float32_alone_is_compared_in_float32():
     assert "off by" in refusal(InFloat(flat(Apply(lambda inputs: inputs - 1e-2 * inputs.mean(0)))), 12)
 
 
+class Twice(nn.Module):
+    """A module in two places, as in CoaT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+        self.block, self.scale = nn.Sequential(self.layer), Scale(12)
+
+    def forward(self, inputs):
+        return self.scale(self.block(self.layer(inputs)[:, None])).squeeze(1)
+
+
+def test_a_module_in_two_places_is_stacked_and_left_as_it_was():
+    net = flat(Twice())
+    before = dict(net.named_parameters(remove_duplicate=False))
+    assert refusal(net, 12) == ""
+    Stack(net, ParamSpace.of(net), None, 2)(torch.zeros(4, 12))
+    after = dict(net.named_parameters(remove_duplicate=False))
+    assert all(after[name] is before[name] for name in before)
+
+
 def test_checking_leaves_the_model_and_the_random_numbers_as_they_were():
     net = convolutional().train()
     net.append(Apply(lambda logits: logits + torch.rand(())))

@@ -237,9 +237,18 @@ def _differentiated(
 ) -> tuple[dict[str, Tensor], Callable[..., tuple[dict[str, Tensor], Tensor]]]:
     """The space's weights, and the gradients of one group's objective by them."""
 
+    # The names of a parameter in all modules that it is tied to. torch's own tying also takes a module that is used in two
+    # places for two: it swaps its parameters twice, and leaves the model changed.
+    tied: dict[Tensor, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            tied.setdefault(parameter, []).append(name)
+    names = {name: tied[model.get_parameter(name)] for name in space.names}
+
     def value(weights: dict[str, Tensor], inputs: Tensor, answers: Tensor) -> Tensor:
+        everywhere = {place: weight for name, weight in weights.items() for place in names[name]}
         with autocast():
-            logits = functional_call(model, weights, (inputs,))
+            logits = functional_call(model, everywhere, (inputs,), tie_weights=False)
         return objective(logits, answers)
 
     return {name: model.get_parameter(name).detach() for name in space.names}, grad_and_value(value)

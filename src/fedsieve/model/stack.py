@@ -114,7 +114,8 @@ class Stack:
     def _network(self, inputs: Tensor, *bare: Tensor) -> Tensor:
         if not bare:
             return self.model(inputs)
-        return functional_call(self.model, dict(zip(self.bare, bare, strict=True)), (inputs,))
+        # Tying would swap a parameter twice whose module is used in two places, and leave the model changed.
+        return functional_call(self.model, dict(zip(self.bare, bare, strict=True)), (inputs,), tie_weights=False)
 
     def _spread(self, name: str, batch: int) -> Tensor:
         """A parameter that its module uses bare (tokens, position embeddings, layer scales), one per image of the batch."""
@@ -219,7 +220,8 @@ class Stack:
 
     def _twins(self, inputs: Tensor, kind: torch.dtype) -> list[tuple[Results, Results]]:
         """What each of two copies in type `kind` gives when both run together, and when it runs alone."""
-        twins = Stack(copy.deepcopy(self.model).to(kind), self.space, self.support, clients=2)
+        model = copy.deepcopy(self.model).to(kind).requires_grad_(False)
+        single, twins = copy.deepcopy(model), Stack(model, self.space, self.support, clients=2)
         generator = torch.Generator(inputs.device).manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
@@ -228,26 +230,22 @@ class Stack:
         for leaf in twins.leaves.values():
             leaf.data += (0.1 * leaf.detach().abs().mean() + 0.01) * noise(*leaf.shape)
         images = noise(2, 2, *inputs.shape[1:])
-        weights = [{name: leaf.detach()[one].requires_grad_() for name, leaf in twins.leaves.items()} for one in (0, 1)]
-        outputs = [functional_call(twins.model, *pair) for pair in zip(weights, images, strict=True)]
-        if kind == torch.float64 and outputs[0].dtype != kind:
-            raise TypeError(f"it computes in {outputs[0].dtype}")
         together = twins(images.flatten(0, 1)).unflatten(0, (2, -1))
-        if together.shape[1:] != outputs[0].shape:
-            raise ValueError(f"its outputs are {tuple(together.shape[1:])} instead of {tuple(outputs[0].shape)}")
         directions = noise(*together.shape)
-        stacked = twins.gradients((together * directions).sum())
-        pairs = []
+        gradients = twins.gradients((together * directions).sum())
+        names, pairs = list(twins.leaves), []
+        own = [single.get_parameter(name).requires_grad_() for name in names]
         for one in (0, 1):
-            alone = torch.autograd.grad(
-                (outputs[one] * directions[one]).sum(), list(weights[one].values()), materialize_grads=True
-            )
-            pairs.append(
-                (
-                    (together[one], dict(zip(weights[one], (gradient[one] for gradient in stacked), strict=True))),
-                    (outputs[one], dict(zip(weights[one], (gradient.flatten() for gradient in alone), strict=True))),
-                )
-            )
+            for weights, leaf in zip(own, twins.leaves.values(), strict=True):
+                weights.data.copy_(leaf[one])
+            alone = single(images[one])
+            if kind == torch.float64 and alone.dtype != kind:
+                raise TypeError(f"it computes in {alone.dtype}")
+            if alone.shape != together[one].shape:
+                raise ValueError(f"its outputs are {tuple(together[one].shape)} instead of {tuple(alone.shape)}")
+            slopes = torch.autograd.grad((alone * directions[one]).sum(), own, materialize_grads=True)
+            stacked = together[one], {name: gradient[one] for name, gradient in zip(names, gradients, strict=True)}
+            pairs.append((stacked, (alone, {n: slope.flatten() for n, slope in zip(names, slopes, strict=True)})))
         return pairs
 
     @torch.no_grad()
