@@ -221,7 +221,7 @@ class Stack:
     def _twins(self, inputs: Tensor, kind: torch.dtype) -> list[tuple[Results, Results]]:
         """What each of two copies in type `kind` gives when both run together, and when it runs alone."""
         model = copy.deepcopy(self.model).to(kind).requires_grad_(False)
-        single, twins = copy.deepcopy(model), Stack(model, self.space, self.support, clients=2)
+        twins = Stack(model, self.space, self.support, clients=2)
         generator = torch.Generator(inputs.device).manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
@@ -234,11 +234,11 @@ class Stack:
         directions = noise(*together.shape)
         gradients = twins.gradients((together * directions).sum())
         names, pairs = list(twins.leaves), []
-        own = [single.get_parameter(name).requires_grad_() for name in names]
+        own = [model.get_parameter(name).requires_grad_() for name in names]
         for one in (0, 1):
             for weights, leaf in zip(own, twins.leaves.values(), strict=True):
-                weights.data.copy_(leaf[one])
-            alone = single(images[one])
+                weights.data.copy_(leaf.detach()[one])
+            alone = model(images[one])
             if kind == torch.float64 and alone.dtype != kind:
                 raise TypeError(f"it computes in {alone.dtype}")
             if alone.shape != together[one].shape:
