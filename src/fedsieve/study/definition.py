@@ -345,8 +345,8 @@ SPREADS = ("mean", "std", "worst_decile", "worst")
 
 
 def _personal(experiment: Experiment, method: str) -> bool:
-    personal = experiment.federation and experiment.federation.personal
-    return bool(personal) and method in ("global", *personal.methods)
+    personal = experiment.federation.personal if experiment.federation else None
+    return personal is not None and method in ("global", *personal.methods)
 
 
 def fills(experiment: Experiment, measure: str) -> bool:
