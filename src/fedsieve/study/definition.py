@@ -266,6 +266,7 @@ def _merged(base: Any, over: Any) -> Any:
 def _check(study: Study, file: str) -> None:
     """Refuse a definition that names rows, reported figures or measures that cannot be there."""
     known = {entry.id for entry in load_reported()}
+    experiment = functools.cache(lambda name: make_experiment(study.rows[name].tree))
     for row in study.rows.values():
         for name in row.reported:
             if name not in known:
@@ -276,16 +277,16 @@ def _check(study: Study, file: str) -> None:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in study.rows):
                 raise FedsieveError(f'{file}: section "{section.title}": no row matches {pattern}')
-        _check_measures(study, section, f'{file}: section "{section.title}"')
+        _check_measures(study, section, experiment, f'{file}: section "{section.title}"')
 
 
-def _check_measures(study: Study, section: SectionSpec, where: str) -> None:
+def _check_measures(study: Study, section: SectionSpec, experiment: Callable[[str], Experiment], where: str) -> None:
     """Refuse columns and figures that no row of theirs can fill, and claims about what one of their rows lacks."""
 
     def able(patterns: Sequence[str], measure: str) -> list[bool]:
         rows = dict.fromkeys(row.name for pattern in patterns for row in study.matching(pattern))
         try:
-            return [fills(make_experiment(study.rows[name].tree), measure) for name in rows]
+            return [fills(experiment(name), measure) for name in rows]
         except FedsieveError as error:
             raise FedsieveError(f"{where}: {error}") from None
 
