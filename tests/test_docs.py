@@ -102,8 +102,9 @@ def spreads() -> list[tuple[float, float, float, float]]:
 
 def shows(text: str, value: float) -> bool:
     """Whether `value` is written as `text`."""
-    text = text.replace(",", "")
-    return abs(value - float(text)) <= 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9
+    text, _, power = text.replace(",", "").partition("e")
+    scale = 10.0 ** int(power or 0)
+    return abs(value - float(text) * scale) <= (0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9) * scale
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -126,8 +127,8 @@ def numbers(node: object) -> Iterator[float]:
         case list():
             for value in node:
                 yield from numbers(value)
-        case str() if re.fullmatch(NUMBER, node):
-            yield float(node)
+        case str():
+            yield from map(float, re.findall(NUMBER, node))
         case int() | float():
             yield float(node)
 
@@ -141,5 +142,5 @@ def test_tables_of_benchmarks_show_what_their_files_hold():
         tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", section, re.M) if files else []
         for cell in (cell for table in tables for line in table.splitlines() for cell in line.split("|")[2:-1]):
             shown = re.sub(r"\(.*?\)|`.*?`", "", cell)  # aims and settings
-            for text in re.findall(r"(?<![\w/-])\d[\d,]*(?:\.\d+)?(?!\w)", shown):
+            for text in re.findall(r"(?<![\w./-])\d[\d,]*(?:\.\d+)?(?:e-\d+)?(?![\w.])", shown):
                 assert any(shows(text, number) for number in held), f"{section.splitlines()[0]}: {text}"
