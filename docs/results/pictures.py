@@ -115,9 +115,29 @@ def start() -> str:
 def overlap() -> str:
     """How far clients' masks agree."""
     found = [row for row in table("studies/overlap.csv") if row["measure"] == "jaccard"]
-    names = [row["label"] for row in found]
+    names = [row["label"].replace("high hybrid", "high hybrid, mostly by magnitude") for row in found]
     points = [Point(None, float(row["mean"]), float(row["std"]), None) for row in found]
-    return dots(names, points, "Jaccard index of two clients' masks", lambda value: f"{value:.2f}", None)
+    below = "Jaccard index of two clients' masks, scored through a random head"
+    return dots(names, points, below, lambda value: f"{value:.2f}", None)
+
+
+def six() -> str:
+    """Six rules with a new head, by the share that is frozen."""
+    runs = table("studies/overlap-rules-runs.csv")
+    rules = ("high_hybrid", "most_sensitive", "low_magnitude", "random", "high_magnitude", "least_sensitive")
+    series = {
+        rule: [
+            point(float(share), [run for run in runs if run["row"] == f"sparse/{rule}-s{share}"])
+            for share in ("0.1", "0.3", "0.5", "0.7", "0.9")
+        ]
+        for rule in rules
+    }
+    return lines(series, "share of the network that is frozen", ACCURACY, None, False)
+
+
+def epochs() -> str:
+    """FedAvg of a head over shards and local epochs."""
+    return by_work("overlap-heads", "local epochs a round, 50 rounds")
 
 
 def privacy() -> str:
@@ -155,17 +175,17 @@ def crossed(study: str, form: str, outer: Mapping[str, str], inner: Mapping[str,
 
 
 def ways() -> str:
-    kinds = {"everything": "full", "a tenth, largest": "sparse-high_magnitude", "a tenth, random": "sparse-random"}
-    kinds |= {"LoRA": "lora", "head alone": "linear"}
+    kinds = {"everything and head": "full", "LoRA and head": "lora", "head in closed form": "linear"}
+    kinds |= {"largest tenth, head frozen": "sparse-high_magnitude", "random tenth, head frozen": "sparse-random"}
     return crossed("personalization", "{1}/{0}", {"IID": "iid", "1 class": "nc1"}, kinds)
 
 
 def five() -> str:
     rules = ("high_magnitude", "random", "least_sensitive", "most_sensitive")
-    masks = {f"a tenth, {rule.replace('_', ' ')}": f"sparse-{rule}" for rule in rules}
-    kinds = {"everything": "full"} | masks | {"LoRA": "lora", "adapters": "adapter"}
-    kinds |= {"head in closed form": "linear", "last three blocks": "last-blocks", "MLP head": "mlp"}
-    return named("personalization-nc5", {name: f"{kind}/nc5" for name, kind in kinds.items()})
+    masks = {f"a tenth, {rule.replace('_', ' ')}, head frozen": f"sparse-{rule}" for rule in rules}
+    kinds = {"everything and head": "full", "LoRA and head": "lora", "adapters and head": "adapter"}
+    kinds |= {"last three blocks and MLP head": "last-blocks", "MLP head": "mlp", "head in closed form": "linear"}
+    return named("personalization-nc5", {name: f"{kind}/nc5" for name, kind in (kinds | masks).items()})
 
 
 def server() -> str:
@@ -211,23 +231,21 @@ def own() -> str:
     return dots(names, points, "accuracy on a client's own classes, %", percent, None)
 
 
-def calibration() -> str:
-    names = {"head alone": "central/head-e20"}
-    names |= {f"{s} frozen, rounds: {c}": f"central/edit-s{s}-c{c}" for s in (0.9, 0.95) for c in (1, 3, 5)}
-    names |= {"0.99 frozen, rounds: 1": "central/edit-s0.99-c1"}
-    return named("editing-grids", names | {"0.9 frozen, scores per sample": "fisher/central-sample"})
-
-
 def work() -> str:
     """How long clients work between two rounds, 200 steps of a head in all."""
-    runs = table("studies/editing-rates-runs.csv")
+    return by_work("editing-rates", "local steps a round, for the same number in all")
+
+
+def by_work(study: str, below: str) -> str:
+    """FedAvg of a head by local work, a line for each partition."""
+    runs = table(f"studies/{study}-runs.csv")
     series = {
         (word if word == "IID" else f"Nc={word}"): [
-            point(steps, [run for run in runs if run["row"] == f"fedavg/{key}-j{steps}"]) for steps in ("4", "8", "16")
+            point(count, [run for run in runs if run["row"] == f"fedavg/{key}-j{count}"]) for count in ("4", "8", "16")
         ]
         for key, word in PARTITIONS.items()
     }
-    return lines(series, "local steps a round, for the same number in all", ACCURACY, None, False)
+    return lines(series, below, ACCURACY, None, False)
 
 
 def steps() -> str:
@@ -276,7 +294,8 @@ if __name__ == "__main__":
         five,
         own,
         work,
-        calibration,
+        epochs,
+        six,
         server,
         anew,
         steps,

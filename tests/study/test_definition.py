@@ -8,8 +8,8 @@ import yaml
 from fedsieve.config import make_experiment
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.sums import check_numbers
+from fedsieve.runner.experiment import run
 from fedsieve.study.definition import FOLDER, STUDIES, applies, load_reported, load_study, miniature
-from fedsieve.study.results import MADE
 
 OWN = """
 title: own
@@ -83,17 +83,67 @@ def test_every_reported_figure_belongs_to_a_row_that_is_shown_with_it():
     assert {entry for entry in known - shown if not entry[1].endswith("_change")} == set()  # changes are put in words
 
 
-def test_measures_that_are_asked_for_exist():
-    fields = {"test_accuracy", "test_loss", "val_accuracy", "seconds", "bytes_up", "bytes_down", "drift", "peak_memory"}
-    fields |= {"calibration_seconds"}
-    for name in STUDIES:
-        for section in load_study(name).spec.sections:
-            asked = {*section.columns, *(claim.measure for claim in section.claims)}
-            asked |= {figure.y for figure in section.figures if figure.kind in ("lines", "dots", "scatter")}
-            for measure in asked:
-                assert measure in fields | MADE.keys() or measure.startswith(
-                    ("head.", "last.", "clients.", "personal.")
-                )
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_claim_compares_two_runs_that_are_the_same(name):
+    """Its answer would be known before anything ran."""
+    study = load_study(name)
+
+    def trained(row):
+        """The row's settings, without calibration rounds that end in the mask of one round."""
+        experiment = study.experiment(study.rows[row], 0)
+        sieve = experiment.mask
+        if sieve and (not sieve.scored or (sieve.shrink == 1 and sieve.fisher.labels)):
+            experiment = experiment.model_copy(update={"mask": sieve.model_copy(update={"calibration_rounds": 1})})
+        return experiment.model_dump(exclude={"name"})
+
+    for claim in (claim for section in study.spec.sections for claim in section.claims if not claim.exceeds):
+        assert trained(claim.rows[0]) != trained(claim.rows[1]), claim.says
+
+
+def test_calibration_rounds_that_cannot_differ_end_in_one_mask(tmp_path):
+    """With the data's labels and without shrink, as the claims above take for granted."""
+    study = load_study("editing", smoke=True)
+    masks = set()
+    for rounds in (1, 3):
+        row = study.rows[f"central/edit-s0.9-c{rounds}"]
+        masks.add(run(study.experiment(row, 0), tmp_path / row.name, page=False)["stages"]["edit"]["mask_id"])
+    assert len(masks) == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            "columns: [calibration_seconds]",
+            r"no measure \"calibration_seconds\". It belongs to a stage: last.calibration",
+        ),
+        ("columns: [last.calibration_seconds]", "no row can have last.calibration_seconds"),  # nobody has a mask
+        ("columns: [peak_memory]", 'no measure "peak_memory"'),
+        ("columns: [clients.median]", 'no measure "clients.median"'),
+        ("columns: [test_acuracy]", 'Did you mean "test_accuracy"'),
+        ("columns: [test_accuracy, steadiness]", "no row can have steadiness"),  # of one evaluation
+        ("columns: [best_test_accuracy]", "no row can have best_test_accuracy"),  # no test curve
+        ("columns: [last.seconds]", "no row can have last.seconds"),  # of a single round, which also compiles
+        ("columns: [jaccard]", "no row can have jaccard"),
+        ("columns: [epsilon]", "no row can have epsilon"),
+        ("columns: [gain]", "no row can have gain"),
+        ("columns: [personal.local.mean]", "no row can have personal.local.mean"),
+        ("figures: [{kind: dots, title: Agreement, y: jaccard}]", 'figure "Agreement": no row can have jaccard'),
+        ("figures: [{kind: scatter, title: Cost, x: epsilon}]", 'figure "Cost": no row can have epsilon'),
+        (
+            "claims: [{says: x, above: [iid/j1, central], measure: bytes}]",
+            'claim "x": not all of its rows can have bytes',
+        ),
+    ],
+)
+def test_what_no_row_can_measure_is_refused_before_anything_runs(own, section, said):
+    with pytest.raises(FedsieveError, match=f'own.yaml: section "all".*{said}'):
+        own(OWN.replace('rows: ["*"]}', f'rows: ["*"], {section}}}'))
+
+
+def test_a_column_stands_where_one_row_of_the_section_fills_it(own):
+    columns = "rows: ['*'], columns: [test_accuracy, bytes, last.drift, clients.worst]}"
+    assert own(OWN.replace('rows: ["*"]}', columns)).spec.sections[0].columns[1] == "bytes"
 
 
 def test_rows_are_expanded_over_all_combinations_and_words_stand_for_values(own):

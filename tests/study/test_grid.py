@@ -19,10 +19,10 @@ from fedsieve.errors import FedsieveError
 from fedsieve.report.html import flatten
 from fedsieve.report.page import write_report
 from fedsieve.study import grid
-from fedsieve.study.definition import STUDIES, load_study
+from fedsieve.study.definition import OF_MASKS, OF_RUNS, OF_STAGES, SPREADS, STUDIES, fills, load_study
 from fedsieve.study.grid import Grid, GridDisplay, begin, claimed, run_study, show_study
 from fedsieve.study.page import make_table, markdown, write_study, written
-from fedsieve.study.results import read_results
+from fedsieve.study.results import measure, read_results
 
 SMALL = """
 title: small
@@ -39,7 +39,7 @@ rows:
 sections:
   - title: all of it
     rows: [a/*]
-    columns: [test_accuracy, seconds]
+    columns: [test_accuracy, train_accuracy]
     figures: [{kind: dots, title: dots}, {kind: curves, title: curves, y: val_accuracy}]
     claims: [{says: tuned is as good, level: [a/tuned, a/plain], within: 1.0}]
   - title: the rest
@@ -62,6 +62,9 @@ def small(tmp_path):
 def run_all(study, out, seeds=2, patterns=()):
     return run_study(study, out, study.select(list(patterns)), seeds, Console(quiet=True))
 
+
+MEASURES = [*OF_STAGES, *OF_RUNS, *(f"last.{name}" for name in OF_STAGES | OF_MASKS)]
+MEASURES += [f"{who}.{name}" for who in ("clients", "personal.local", "personal.head") for name in SPREADS]
 
 # Words that change a formula, and not how a run goes; they are tested where the formula is.
 FORMULAS = ("mask.rule", "message.", "federation.server.", "federation.aggregator.", "federation.attack.", "data.")
@@ -96,7 +99,11 @@ def test_a_miniature_of_every_kind_of_row_runs_and_is_shown(tmp_path):
             page = run_study(study, out, chosen, 1, Console(quiet=True)).read_text()
             assert all(section.title.replace("'", "&#39;") in page for section in study.spec.sections)
             assert "In miniature" in page and "not run" in page and list((out / "figures").glob("*.svg"))
-        assert {result.state for result in read_results(study, out, chosen, 1).values()} == {"finished"}, name
+        results = read_results(study, out, chosen, 1).values()
+        assert {result.state for result in results} == {"finished"}, name
+        for run in (run for result in results for run in result.runs):
+            for asked in MEASURES:
+                assert (measure(run, asked) is not None) == fills(run.experiment, asked), (run.path, asked)
 
 
 def test_a_study_runs_chooses_notes_what_diverged_and_is_not_run_again(small, tmp_path, monkeypatch):

@@ -280,18 +280,50 @@ def test_where_seeds_make_no_difference_one_tells():
     assert judge(claim, {"a": of(2.0), "b": Given({0: 1.0})}).word == "cannot be told"
 
 
-@pytest.mark.parametrize(("evaluations", "expected"), [(9, None), (10, 0.1), (12, 0.1)])
-def test_steadiness_is_of_the_last_ten_evaluations_and_of_no_fewer(evaluations, expected, tmp_path):
-    run = finished(tmp_path / "run")
-    accuracies = [0.0] * (evaluations - 10) + [0.4, 0.6] * 5
-    records = [
-        json.dumps({"stage": "backbone", "index": epoch, "epoch": epoch, "val_accuracy": accuracy}) + "\n"
-        for epoch, accuracy in enumerate(accuracies[:evaluations], start=1)
+def recorded(folder: Path, *fields: dict[str, float]) -> Result:
+    """A finished run whose last stage has these records."""
+    lines = [
+        json.dumps({"stage": "backbone", "index": at, "epoch": at} | more) + "\n" for at, more in enumerate(fields, 1)
     ]
-    (run / "metrics.jsonl").write_text("".join(records))
-    outcome = read_outcome(run, TINY_EXPERIMENT)
-    found = Result(ROW, TINY_EXPERIMENT, [], [outcome]).mean("steadiness")
-    assert found == (None if expected is None else pytest.approx(expected))
+    (finished(folder) / "metrics.jsonl").write_text("".join(lines))
+    return Result(ROW, TINY_EXPERIMENT, [], [read_outcome(folder, TINY_EXPERIMENT)])
+
+
+@pytest.mark.parametrize("evaluations", [9, 10, 12])
+@pytest.mark.parametrize("slope", [0.0, 0.03])
+def test_steadiness_is_of_the_last_ten_evaluations_about_a_line_and_of_no_fewer(evaluations, slope, tmp_path):
+    last = [0.4, 0.6, 0.45, 0.5, 0.4, 0.6, 0.5, 0.45, 0.6, 0.4]
+    accuracies = [0.0] * (evaluations - 10) + [value + slope * at for at, value in enumerate(last)]
+    result = recorded(tmp_path / "run", *({"val_accuracy": value} for value in accuracies[:evaluations]))
+    residual = np.std(last - np.polyval(np.polyfit(range(10), last, 1), range(10)))
+    assert result.mean("steadiness") == (None if evaluations < 10 else pytest.approx(residual))
+
+
+def test_a_run_that_still_rises_is_not_unsteady_for_that(tmp_path):
+    result = recorded(tmp_path / "run", *({"val_accuracy": 0.1 + 0.05 * at} for at in range(10)))
+    assert result.mean("steadiness") == pytest.approx(0, abs=1e-12)
+
+
+def test_seconds_do_not_tell_what_only_the_first_row_of_a_process_computes(tmp_path):
+    alike = [{"seconds": 2.0}, {"seconds": 2.1}, {"seconds": 1.9}]
+    one = recorded(tmp_path / "one", {"seconds": 60.0}, *alike)
+    two = recorded(tmp_path / "two", {"seconds": 2.0}, *alike)
+    assert one.mean("last.seconds") == pytest.approx(4 * 2.05) and two.mean("last.seconds") == pytest.approx(4 * 2.0)
+    assert recorded(tmp_path / "short", {"seconds": 60.0}).mean("last.seconds") is None
+
+
+def test_the_gain_of_a_stage_is_over_the_stage_before_it(tmp_path):
+    stages = {"head": {"test_accuracy": 0.5}, "base": {"test_accuracy": 0.7}, "main": {"test_accuracy": 0.75}}
+    three = "stages=[{name: head, train: head, epochs: 1}, {name: base, epochs: 1}, {name: main, epochs: 1}]"
+    for names in (list(stages), ["head", "base"]):
+        experiment = parse_config(
+            TINY, [three] if len(names) == 3 else [three.replace(", {name: main, epochs: 1}", "")]
+        )
+        folder = finished(tmp_path / str(len(names)), experiment=experiment)
+        told = {"test_accuracy": stages[names[-1]]["test_accuracy"], "stages": {name: stages[name] for name in names}}
+        (folder / "summary.json").write_text(json.dumps(told))
+        result = Result(ROW, experiment, [], [read_outcome(folder, experiment)])
+        assert result.mean("gain") == pytest.approx(0.05 if len(names) == 3 else 0.2)
 
 
 def test_rows_that_ran_without_the_measure_are_not_called_not_run(tmp_path):

@@ -10,10 +10,7 @@ FIGURES = {
     "drift": {"5-1": "by-round", "6-1": "rules", "7-1": "by-sparsity", "9-1": "at-once", "11-1": "of-clients"},
     "drift-central": {"3-1": "by-sparsity"},  # drift, its table1/*, fig2/* and kinds/* alone
     "overlap": {"4-1": "by-block"},
-    "overlap-rules": {"3-1": "by-sparsity"},  # overlap, its sparse/* and central/* alone
     "messages": {"10-2": "bytes"},  # drift, its messages/* alone
-    "overlap-heads": {"2-1": "by-epochs"},  # overlap, its fedavg/* alone
-    "editing-rates": {"3-1": "by-steps"},  # editing, its fedavg/* alone, each at its own rate
 }
 
 

@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,11 +19,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fedsieve.config import Experiment, Positive, Strict, apply_overrides, make_experiment, parse_yaml
+from fedsieve.config import Experiment, Positive, Stage, Strict, apply_overrides, make_experiment, parse_yaml
 from fedsieve.errors import FedsieveError, did_you_mean
 
 STUDIES = ("drift", "personalization", "secure", "editing", "overlap", "beyond")
 SEARCH_FRACTION = 0.1  # of the training images, to choose settings on, where a row itself holds out none
+STEADY = 10  # evaluations at the end over which steadiness is taken: fewer show how fast a run learns
 FOLDER = resources.files("fedsieve") / "assets" / "studies"
 Pair = Annotated[list[str], Field(min_length=2, max_length=2)]
 
@@ -263,8 +264,9 @@ def _merged(base: Any, over: Any) -> Any:
 
 
 def _check(study: Study, file: str) -> None:
-    """Refuse a definition that names rows or reported figures that are not there."""
+    """Refuse a definition that names rows, reported figures or measures that cannot be there."""
     known = {entry.id for entry in load_reported()}
+    experiment = functools.cache(lambda name: make_experiment(study.rows[name].tree))
     for row in study.rows.values():
         for name in row.reported:
             if name not in known:
@@ -275,6 +277,103 @@ def _check(study: Study, file: str) -> None:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in study.rows):
                 raise FedsieveError(f'{file}: section "{section.title}": no row matches {pattern}')
+        _check_measures(study, section, experiment, f'{file}: section "{section.title}"')
+
+
+def _check_measures(study: Study, section: SectionSpec, experiment: Callable[[str], Experiment], where: str) -> None:
+    """Refuse columns and figures that no row of theirs can fill, and claims about what one of their rows lacks."""
+
+    def able(patterns: Sequence[str], measure: str) -> list[bool]:
+        rows = dict.fromkeys(row.name for pattern in patterns for row in study.matching(pattern))
+        try:
+            return [fills(experiment(name), measure) for name in rows]
+        except FedsieveError as error:
+            raise FedsieveError(f"{where}: {error}") from None
+
+    wanted = [("column", section.rows, measure) for measure in section.columns if section.rows]
+    for figure in section.figures:
+        measures = {"lines": [figure.y], "dots": [figure.y], "scatter": [figure.x or "bytes", figure.y]}
+        title = f'figure "{figure.title}"'
+        wanted += [(title, figure.rows or section.rows, measure) for measure in measures.get(figure.kind, [])]
+    for what, patterns, measure in wanted:
+        if not any(able(patterns, measure)):
+            raise FedsieveError(f"{where}: {what}: no row can have {measure}. Leave it out, or let a row measure it")
+    for claim in section.claims:
+        if not all(able(claim.rows, claim.measure)):
+            raise FedsieveError(f'{where}: claim "{claim.says}": not all of its rows can have {claim.measure}')
+
+
+# --- what a run can measure ------------------------------------------------------------------------------------------
+
+
+def _federated(experiment: Experiment, _: Stage) -> bool:
+    return experiment.federation is not None
+
+
+def _own_masks(experiment: Experiment, stage: Stage) -> bool:
+    sieve = experiment.mask_of(stage)
+    return experiment.federation is not None and sieve is not None and sieve.scope == "client"
+
+
+def _steadies(experiment: Experiment, stage: Stage) -> bool:
+    every = experiment.federation.evaluate_every if experiment.federation else 1
+    return (experiment.test_curve or experiment.data.val_fraction > 0) and -(-stage.length // every) >= STEADY
+
+
+Can = Callable[[Experiment, Stage], bool]
+OF_STAGES: dict[str, Can] = {  # whether a stage has it; without a stage's name, it is that of the whole run
+    **dict.fromkeys(("test_accuracy", "test_loss"), lambda experiment, _: experiment.test),
+    **dict.fromkeys(("val_accuracy", "val_loss"), lambda experiment, _: experiment.data.val_fraction > 0),
+    **dict.fromkeys(("bytes_up", "bytes_down"), _federated),
+    "drift": lambda experiment, stage: experiment.federation is not None and stage.method == "sgd",
+    "seconds": lambda _, stage: stage.method == "sgd" and stage.length > 1,
+}
+OF_MASKS: dict[str, Can] = dict.fromkeys(
+    ("calibration_seconds", "active"), lambda experiment, stage: experiment.mask_of(stage) is not None
+)
+OF_RUNS: dict[str, Can] = {  # made of the records, messages and masks of the last stage, or of the whole run
+    **dict.fromkeys(("bytes", "of_dense", "numbers_up"), _federated),
+    **dict.fromkeys(("best_test_accuracy", "best_test_at"), lambda experiment, _: experiment.test_curve),
+    **dict.fromkeys(("jaccard", "jaccard_chance", "jaccard_deep", "jaccard_deepens"), _own_masks),
+    "train_accuracy": lambda _, __: True,
+    "mean_drift": OF_STAGES["drift"],
+    "steadiness": _steadies,
+    "epsilon": lambda experiment, _: experiment.privacy.dp is not None,
+    "gain": lambda experiment, _: experiment.test and len(experiment.stages) > 1,
+    "personal_gain": lambda experiment, _: _personal(experiment, "local"),
+}
+SPREADS = ("mean", "std", "worst_decile", "worst")
+
+
+def _personal(experiment: Experiment, method: str) -> bool:
+    personal = experiment.federation.personal if experiment.federation else None
+    return personal is not None and method in ("global", *personal.methods)
+
+
+def fills(experiment: Experiment, measure: str) -> bool:
+    """Whether a finished run of `experiment` has `measure`. A measure that no run could have is refused."""
+    *first, field = measure.split(".")
+    stages = {stage.name: stage for stage in experiment.stages}
+    last = experiment.stages[-1]
+    match first:
+        case []:
+            can = (OF_STAGES | OF_RUNS).get(field)
+            if can and field == "seconds":
+                return all(can(experiment, stage) for stage in experiment.stages)
+            if can:
+                return can(experiment, last)
+        case ["clients"] if field in SPREADS:
+            return experiment.federation is not None
+        case ["personal", method] if field in SPREADS:
+            return _personal(experiment, method)
+        case [name] if field in OF_STAGES | OF_MASKS:
+            stage = last if name == "last" else stages.get(name)
+            return stage is not None and (OF_STAGES | OF_MASKS)[field](experiment, stage)
+    hint = f" It belongs to a stage: last.{field}." if not first and field in OF_MASKS else ""
+    raise FedsieveError(f'there is no measure "{measure}".{hint}{did_you_mean(measure, [*OF_STAGES, *OF_RUNS])}')
+
+
+# --- what was reported -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ LABELS = {
     "head.seconds": "time of the head stage",
     "last.seconds": "time of the last stage",
     "seconds": "time",
-    "calibration_seconds": "calibration",
     "last.calibration_seconds": "calibration",
     "bytes_up": "sent up",
     "bytes_down": "sent down",
@@ -46,7 +45,6 @@ LABELS = {
     "drift": "drift, last round",
     "mean_drift": "drift, mean of rounds",
     "steadiness": "steadiness",
-    "peak_memory": "peak GPU memory",
     "clients.mean": "clients, mean",
     "clients.std": "clients, deviation",
     "clients.worst_decile": "clients, worst decile",
@@ -59,7 +57,7 @@ LABELS = {
     "jaccard_chance": "by chance",
     "jaccard_deep": "Jaccard index, last third of blocks",
     "jaccard_deepens": "Jaccard index, last third less first",
-    "gain": "gain over the head",
+    "gain": "gain over the stage before",
     "personal_gain": "own model less shared",
     "train_accuracy": "train accuracy",
     "last.active": "active weights",
@@ -76,7 +74,7 @@ def form(measure: str) -> str:
     """How a measure is written: percent, bytes, seconds, whole or number."""
     if measure.endswith(SHARES):
         return "percent"
-    if measure.startswith("bytes") or measure == "peak_memory":
+    if measure.startswith("bytes"):
         return "bytes"
     if measure.endswith("seconds"):
         return "seconds"
@@ -606,7 +604,7 @@ def _results_csv(study: Study, results: Mapping[str, Result]) -> str:
     return _csv(head, rows)
 
 
-SUMMARY = ("test_accuracy", "test_loss", "val_accuracy", "seconds", "bytes_up", "bytes_down", "drift", "peak_memory")
+SUMMARY = ("test_accuracy", "test_loss", "val_accuracy", "seconds", "bytes_up", "bytes_down", "drift")
 
 
 def _runs_csv(results: Iterable[Result]) -> str:

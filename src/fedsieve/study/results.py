@@ -22,11 +22,10 @@ from fedsieve.report.folder import RunFolder, read_masks, read_run
 from fedsieve.report.html import flatten
 from fedsieve.report.traffic import of_dense, read_traffic
 from fedsieve.runner.setup import config_digest
-from fedsieve.study.definition import ClaimSpec, Row, Study
+from fedsieve.study.definition import STEADY, ClaimSpec, Row, Study
 
 State = Literal["finished", "diverged", "not run", "unfinished", "damaged", "another config"]
 FAILED = "failed.json"  # in the folder of a run that diverged
-STEADY = 10  # evaluations at the end over which steadiness is taken: fewer show how fast a run learns
 TRIES, WIDEN = 8, ".lr"  # a rate at the edge of what was tried is tried further, up to so many
 FLAT = 0.005  # accuracies that differ by less tell nothing: on a plateau noise has its best inside
 Settings = dict[str, Any]
@@ -297,6 +296,8 @@ def measure(run: RunFolder, name: str) -> float | None:
     first, _, rest = name.partition(".")
     part: Any = run.summary
     if rest and (first == "last" or first in stages):
+        if rest == "seconds":
+            return _seconds(run, first if first in stages else run.experiment.stages[-1].name)
         part, name = stages.get(first) or list(stages.values())[-1], rest
     elif first == "clients":
         part, name = run.summary.client_accuracy, rest
@@ -321,6 +322,18 @@ def _column(run: RunFolder, *names: str) -> list[float]:
     return []
 
 
+def _seconds(run: RunFolder, *stages: str) -> float | None:
+    """How long stages took, were all their epochs or rounds typical ones. Some also compile or compute features, but
+    only in the first row of a process: this would tell more of the order of rows than of the row."""
+    total = 0.0
+    for stage in stages:
+        values = [record["seconds"] for record in run.records if record.get("stage") == stage and "seconds" in record]
+        if len(values) < 2:
+            return None
+        total += len(values) * float(np.median(values))
+    return total
+
+
 def _bytes(run: RunFolder) -> float | None:
     summary = run.summary
     if summary is None or summary.bytes_up is None or summary.bytes_down is None:
@@ -329,8 +342,12 @@ def _bytes(run: RunFolder) -> float | None:
 
 
 def _steadiness(run: RunFolder) -> float | None:
-    values = _column(run, "test_accuracy", "val_accuracy")[-STEADY:]
-    return float(np.std(values)) if len(values) == STEADY else None
+    """How far the last evaluations deviate from a straight line: a run that still rises is not unsteady for that."""
+    values = np.array(_column(run, "test_accuracy", "val_accuracy")[-STEADY:])
+    if len(values) < STEADY:
+        return None
+    line = np.polynomial.Polynomial.fit(np.arange(STEADY), values, 1)
+    return float(np.std(values - line(np.arange(STEADY))))
 
 
 def _jaccard(run: RunFolder) -> float | None:
@@ -383,6 +400,12 @@ def _best_test_at(run: RunFolder) -> float | None:
     return None if best is None else float(best.get("round") or best["epoch"])
 
 
+def _gain(run: RunFolder) -> float | None:
+    """What the last stage adds to the one before it."""
+    names = [stage.name for stage in run.experiment.stages]
+    return _difference(measure(run, "test_accuracy"), measure(run, f"{names[-2]}.test_accuracy") if names[1:] else None)
+
+
 def _first(values: Sequence[float]) -> float | None:
     return values[0] if values else None
 
@@ -392,6 +415,7 @@ MADE: dict[str, Callable[[RunFolder], float | None]] = {
     "of_dense": lambda run: of_dense(read_traffic(run)),
     "best_test_accuracy": lambda run: max(_column(run, "test_accuracy"), default=None),
     "best_test_at": _best_test_at,
+    "seconds": lambda run: _seconds(run, *(stage.name for stage in run.experiment.stages)),
     "steadiness": _steadiness,
     "mean_drift": lambda run: float(np.mean(found)) if (found := _column(run, "drift")) else None,
     "train_accuracy": lambda run: _first(_column(run, "train_accuracy")[-1:]),
@@ -401,7 +425,7 @@ MADE: dict[str, Callable[[RunFolder], float | None]] = {
     "jaccard_deepens": lambda run: _difference(_third(run, last=True), _third(run, last=False)),
     "numbers_up": _numbers_up,
     "epsilon": lambda run: run.summary.privacy.get("epsilon") if run.summary else None,
-    "gain": lambda run: _difference(measure(run, "test_accuracy"), measure(run, "head.test_accuracy")),
+    "gain": _gain,
     "personal_gain": lambda run: _difference(measure(run, "personal.local.mean"), measure(run, "personal.global.mean")),
 }
 
