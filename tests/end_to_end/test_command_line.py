@@ -104,7 +104,9 @@ def test_what_cannot_run_here_ends_with_2_and_a_reason(config, tmp_path, capsys,
     assert not (tmp_path / "run").exists(), "a wrong request must not block the folder it named"
 
 
-@pytest.mark.parametrize("override", ["model.weights=missing.pth", "data.classes=[3, 99]"])  # refused early, and with the data
+@pytest.mark.parametrize(
+    "override", ["model.weights=missing.pth", "data.classes=[3, 99]"]
+)  # refused early, and with the data
 def test_a_wrong_request_takes_no_name_from_the_next_run(config, tmp_path, monkeypatch, override):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to("elsewhere")

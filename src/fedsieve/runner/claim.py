@@ -140,4 +140,5 @@ def _clear(folder: Path, keep: Collection[str]) -> None:
             if item.is_dir() and not item.is_symlink():
                 shutil.rmtree(item, ignore_errors=True)
             else:
-                item.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    item.unlink()
