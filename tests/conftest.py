@@ -8,6 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The networks of the tests are too small to share among threads, which would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Before anything imports Flower, which otherwise asks its vendor for updates and reports how it is used.
+os.environ |= {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 # What tests start inherits it, and is known by it.
 os.environ[MARK := "FEDSIEVE_TESTS"] = str(os.getpid())
 

@@ -1,10 +1,11 @@
 """The command line. Every command is a thin door to a function that a notebook could call as well."""
 
+import contextlib
 import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -118,7 +119,7 @@ def _run(experiment: "Experiment", out: Path | None, dry_run: bool, quiet: bool)
     if dry_run:
         if launch.rank():
             return
-        from fedsieve.runner.experiment import check_free
+        from fedsieve.runner.claim import check_free
         from fedsieve.runner.plan import plan
 
         if out is not None:
@@ -131,17 +132,39 @@ def _run(experiment: "Experiment", out: Path | None, dry_run: bool, quiet: bool)
     from fedsieve.runner.experiment import run as run_experiment
     from fedsieve.runner.progress import Display
 
-    folder = out or _free_folder(experiment.name)
-    summary = run_experiment(experiment, folder, Display(console, quiet))
+    with _folder(out, experiment.name) as folder:
+        summary = run_experiment(experiment, folder, Display(console, quiet))
     _show_summary(summary, folder)
 
 
-def _free_folder(name: str) -> Path:
-    folder, number = Path("runs") / name, 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{number}"
-    return folder
+@contextlib.contextmanager
+def _folder(out: Path | None, name: str) -> Iterator[Path]:
+    """`out`, or else a new folder `runs/NAME`, numbered if taken. It is deleted again if it stays empty."""
+    if out is not None or launch.rank():  # other ranks write nothing
+        yield out or Path("runs")
+        return
+    try:
+        Path("runs").mkdir(exist_ok=True)
+        folder = _make_numbered(Path("runs") / name)
+    except OSError as error:
+        raise FedsieveError(f"runs cannot be written: {error.strerror}. Name a folder elsewhere with --out") from None
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
+def _make_numbered(first: Path) -> Path:
+    """Make a folder. Of several processes that ask for one name at a time, each gets a number of its own."""
+    folder, number = first, 1
+    while True:
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
 
 
 def _show_summary(summary: dict[str, Any], folder: Path) -> None:
@@ -270,8 +293,9 @@ def flower(
         return
     from fedsieve.flower.simulation import simulate
 
-    folder = config if begun else out or _free_folder(experiment.name)
-    _show_summary(simulate(experiment, folder, Console(quiet=quiet), data, processes, deadline), folder)
+    with _folder(config if begun else out, experiment.name) as folder:
+        summary = simulate(experiment, folder, Console(quiet=quiet), data, processes, deadline)
+    _show_summary(summary, folder)
 
 
 @app.command()
@@ -414,7 +438,8 @@ def explore(config: ConfigFile, overrides: Overrides = None, out: Out = None) ->
     from fedsieve.runner.finished import explore as explore_data
 
     experiment = load_config(config, overrides or [])
-    page = explore_data(experiment, out or _free_folder(f"{experiment.name}-explore"), lambda text: console.print(text))
+    with _folder(out, f"{experiment.name}-explore") as folder:
+        page = explore_data(experiment, folder, lambda text: console.print(text))
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 
 

@@ -104,6 +104,19 @@ def test_what_cannot_run_here_ends_with_2_and_a_reason(config, tmp_path, capsys,
     assert not (tmp_path / "run").exists(), "a wrong request must not block the folder it named"
 
 
+@pytest.mark.parametrize(
+    "override", ["model.weights=missing.pth", "data.classes=[3, 99]"]
+)  # refused early, and with the data
+def test_a_wrong_request_takes_no_name_from_the_next_run(config, tmp_path, monkeypatch, override):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("elsewhere")
+    assert fedsieve("run", config, override) == 2
+    (tmp_path / "elsewhere" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny-2").symlink_to("nothing")
+    assert fedsieve("run", config, override) == 2
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["tiny", "tiny-2"]
+
+
 def test_an_existing_folder_is_not_overwritten(finished, config, capsys):
     before = (finished / "summary.json").read_bytes()
     assert fedsieve("run", config, "--out", finished) == 2

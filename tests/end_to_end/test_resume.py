@@ -4,17 +4,29 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tests.conftest import TINY
+from tests.federation.conftest import CONFIG, SPARSE
 
+from fedsieve.cli import main
 from fedsieve.config import parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.runner.checkpoint import list_checkpoints
-from fedsieve.runner.experiment import resume, run
+from fedsieve.runner.claim import held
+from fedsieve.runner.experiment import restore_metrics, resume, run
+from fedsieve.runner.progress import Display
 
 SLOW_ENOUGH = """
 name: killed
@@ -40,7 +52,9 @@ TIMES = {"seconds", "images_per_second", "calibration_seconds"}
 
 # A server that has imported everything and run nothing: children start in milliseconds and inherit no threads.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["fedsieve.runner.experiment", "timm", "datasets", "matplotlib", "sklearn.datasets"])
+processes.set_forkserver_preload(
+    ["fedsieve.cli", "fedsieve.runner.experiment", "timm", "datasets", "matplotlib", "sklearn.datasets"]
+)
 
 
 def work(folder, overrides=(), crash_at=None):
@@ -299,9 +313,188 @@ def test_a_finished_run_is_not_run_again(tmp_path, tiny):
 
 
 def test_two_processes_cannot_share_a_run(tmp_path, tiny):
-    from fedsieve.runner.experiment import _only_process
-
     run(tiny(), tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
-    with _only_process(tmp_path / "run"), pytest.raises(FedsieveError, match="another process"):
+    with held(tmp_path / "run"), pytest.raises(FedsieveError, match="another process"):
         resume(tmp_path / "run")
+
+
+# --- two runs at once -------------------------------------------------------------------------------------------------
+
+
+def seeds_of(folder):
+    """The seeds that a run folder's files name. They are one where a single run wrote all of them."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    return {config["seed"], json.loads((folder / "summary.json").read_text())["seed"]}
+
+
+def compete(start, folder, seed, said):
+    """Run into a folder as soon as all others are ready to."""
+    torch.set_num_threads(1)
+    experiment = parse_config(TINY, [f"seed={seed}"])
+    start.wait()
+    try:
+        run(experiment, folder, page=False)
+    except FedsieveError as error:
+        said.write_text(str(error))
+        os._exit(error.exit_code)
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_of_new_runs_in_one_folder_one_goes_on_and_the_others_leave_it_alone(tmp_path, repetition):
+    start, folder = processes.Barrier(3), tmp_path / "new" / "run"
+    started = [
+        processes.Process(target=compete, args=(start, folder, seed, tmp_path / f"said-{seed}")) for seed in range(3)
+    ]
+    for process in started:
+        process.start()
+    codes = [finish(process) for process in started]
+    assert sorted(codes) == [0, 2, 2]
+    winner = codes.index(0)
+    assert seeds_of(folder) == {winner}
+    run(parse_config(TINY, [f"seed={winner}"]), tmp_path / "alone", page=False)
+    assert_same(outcome(folder), outcome(tmp_path / "alone"))
+    for seed in {0, 1, 2} - {winner}:
+        said = (tmp_path / f"said-{seed}").read_text()
+        assert f"process {started[winner].pid} on " in said and "\n" not in said
+
+
+def name_one(start, place, seed):
+    """Run a config from the command line, without saying where to."""
+    torch.set_num_threads(1)
+    os.chdir(place)
+    start.wait()
+    main(["run", "tiny.yaml", "--quiet", f"seed={seed}"])
+
+
+def test_new_runs_without_a_folder_each_get_one_of_their_own(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    start = processes.Barrier(3)
+    started = [processes.Process(target=name_one, args=(start, tmp_path, seed)) for seed in range(3)]
+    for process in started:
+        process.start()
+    assert [finish(process) for process in started] == [0, 0, 0]
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert [folder.name for folder in folders] == ["tiny", "tiny-2", "tiny-3"]
+    assert sorted(map(seeds_of, folders), key=min) == [{0}, {1}, {2}]
+    assert all((folder / "report.html").exists() for folder in folders)
+
+
+# --- damaged metrics --------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "central": parse_config(TINY, ["checkpoint.every_seconds=0"]),
+    "federated": parse_config(CONFIG, [*SPARSE, "checkpoint.every_seconds=0", "stages.all.rounds=4"]),
+}
+
+
+class Stop(Exception):
+    pass
+
+
+class Watched(Display):
+    """A display that notes what a run says, and stops it after some records, before it can save the last of them."""
+
+    def __init__(self, records: float = float("inf")) -> None:
+        super().__init__(Console(quiet=True))
+        self.left, self.said = records, []
+
+    def say(self, text):
+        self.said.append(text)
+
+    def step(self, stage, tick):
+        if tick.record:
+            self.left -= 1
+            if self.left <= 0:
+                raise Stop
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """cut(kind, records) -> what a run comes to, and the folder of one that was stopped after so many records."""
+    base, threads = tmp_path_factory.mktemp("cut"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for kind, experiment in KINDS.items():
+        run(experiment, base / kind, page=False)
+        for records in (1, 2, 3):
+            with pytest.raises(Stop):
+                run(experiment, base / f"{kind}-{records}", Watched(records), page=False)
+    torch.set_num_threads(threads)
+    return lambda kind, records: (outcome(base / kind), base / f"{kind}-{records}")
+
+
+def damage(content, draw):
+    """Bytes that were flipped, put in or taken out somewhere, as a disk or an editor may do it."""
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, max(0, len(content) - 1)))
+        kind = draw(st.sampled_from(["flip", "insert", "delete"]))
+        more = draw(st.sampled_from([b"0", b"9", b" ", b"\n", b"}\n{", b"\xff"]))
+        length = 0 if kind == "insert" else draw(st.integers(1, 40)) if kind == "delete" else 1
+        if kind == "flip" and content[place : place + 1]:
+            more = bytes([content[place] ^ 1 << draw(st.integers(0, 7))])
+        content = content[:place] + (b"" if kind == "delete" else more) + content[place + length :]
+    return content
+
+
+@settings(max_examples=30)
+@given(data=st.data(), kind=st.sampled_from(list(KINDS)), records=st.sampled_from([1, 2, 3]))
+def test_a_run_ends_the_same_whatever_became_of_its_metrics(cut, data, kind, records):
+    undisturbed, stopped = cut(kind, records)
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(shutil.copytree(stopped, Path(base) / "run"))
+        metrics = folder / "metrics.jsonl"
+        metrics.write_bytes(damage(metrics.read_bytes(), data.draw))
+        resume(folder, page=False)
+        assert_same(outcome(folder), undisturbed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_metrics_cost_no_training_and_what_is_trained_from_there_is_saved(tmp_path, cut, kind):
+    undisturbed, stopped = cut(kind, 3)
+    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+    newest = list_checkpoints(folder / "checkpoints")[-1]
+    (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes().replace(b"0", b"1", 1))
+    watched = Watched(2)
+    with pytest.raises(Stop):
+        resume(folder, watched, page=False)
+    assert list_checkpoints(folder / "checkpoints")[-1] > newest
+    told, watched = watched.said, Watched()
+    resume(folder, watched, page=False)
+    assert_same(outcome(folder), undisturbed)
+    assert f"{folder}/metrics.jsonl was changed or cut. It is restored from the checkpoint" in told
+    assert len(watched.said) == 1 and "resuming at" in watched.said[0]
+
+
+@given(
+    lines=st.lists(st.text("ab{}0", max_size=4).map(lambda text: f"{text}\n"), max_size=4),
+    there=st.none() | st.binary(max_size=12),
+    whole=st.booleans(),
+)
+def test_metrics_become_the_lines_of_a_checkpoint_and_only_a_loss_is_told(lines, there, whole):
+    content, said = "".join(lines).encode(), []
+    if whole and there is not None:
+        there = content + there
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "metrics.jsonl"
+        if there is not None:
+            file.write_bytes(there)
+        restore_metrics(file, lines, said.append)
+        assert (file.read_bytes() if file.exists() else b"") == content
+    assert len(said) == (not (there or b"").startswith(content))
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_sentence_and_kept(tmp_path, monkeypatch):
+    from fedsieve.runner import experiment as runner
+
+    save = runner.save_checkpoint
+
+    def save_as_before(folder, index, numbers, *rest):
+        return save(folder, index, {key: value for key, value in numbers.items() if key != "lines"}, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(runner, "save_checkpoint", save_as_before)
+        run(KINDS["central"], tmp_path / "run", Watched(2))
+    before = list_checkpoints(tmp_path / "run" / "checkpoints")
+    with pytest.raises(FedsieveError, match="started by an older version of fedsieve. Resume it with that version"):
+        resume(tmp_path / "run")
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == before

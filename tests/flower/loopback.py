@@ -29,7 +29,6 @@ class Processes:
         own = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "FLWR_HOME": str(folder / "home"),
-            "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         }
         self.environment = {**os.environ, **own}

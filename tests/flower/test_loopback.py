@@ -305,3 +305,12 @@ def test_who_has_no_registered_key_or_another_authority_or_no_tls_is_refused(thr
         log = (three.folder / f"{name}.log").read_text()
         assert reason in log and "Exit Code: 305" in log, log
     assert len(three.nodes()) == 3
+
+
+def test_no_process_of_the_walk_through_calls_home(three):
+    """Given by docs/flower.md to Flower's programs, and to all that they start."""
+    started = three.alive()
+    assert len(started) > 4
+    for process in started:
+        environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        assert {b"FLWR_DISABLE_UPDATE_CHECK=1", b"FLWR_TELEMETRY_ENABLED=0"} <= {*environment}

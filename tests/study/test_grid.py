@@ -18,6 +18,7 @@ from fedsieve.cli import main
 from fedsieve.errors import FedsieveError
 from fedsieve.report.html import flatten
 from fedsieve.report.page import write_report
+from fedsieve.runner.claim import held
 from fedsieve.study import grid
 from fedsieve.study.definition import OF_MASKS, OF_RUNS, OF_STAGES, SPREADS, STUDIES, fills, load_study
 from fedsieve.study.grid import Grid, GridDisplay, begin, claimed, run_study, show_study
@@ -425,3 +426,25 @@ run_study(study, Path({str(tmp_path / "out")!r}), study.select([]), 3, Console(w
     study = load_study("small", ["stages.all.epochs=5"], where=tmp_path)
     results = read_results(study, tmp_path / "out", study.select([]), 3).values()
     assert [len(result.runs) for result in results] == [3, 3, 0]
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_run_that_another_process_works_on_is_left_to_it_and_looked_at_again(small, tmp_path, monkeypatch, content):
+    """Someone resumes a run of a study by hand: not begun, or with a damaged summary."""
+    study, out = small(), tmp_path / "out"
+    folder = out / "runs/a/plain/seed-0"
+    folder.mkdir(parents=True)
+    if content:
+        run_all(study, out, seeds=1, patterns=["a/plain"])
+        (folder / "summary.json").write_text(content)
+    with contextlib.ExitStack() as other:
+        other.enter_context(held(folder))
+        (folder / ".config.theirs").touch()
+
+        def wait(seconds):
+            other.close()
+
+        monkeypatch.setattr(grid.time, "sleep", wait)
+        run_all(study, out, seeds=1, patterns=["a/plain"])
+    assert read_results(study, out, study.select(["a/plain"]), 1)["a/plain"].state == "finished"
+    assert (folder / ".config.theirs").exists()

@@ -18,6 +18,7 @@ from tests.conftest import TINY
 from fedsieve.cli import main
 from fedsieve.config import load_config, to_yaml
 from fedsieve.errors import Diverged, FedsieveError
+from fedsieve.runner.claim import held
 from fedsieve.runner.experiment import run
 from fedsieve.runner.setup import Setup
 from fedsieve.sweep import search as module
@@ -317,3 +318,12 @@ def test_trials_that_fall_behind_are_stopped_and_say_so(config, tmp_path):
     assert [trial.state for trial in found.trials] == ["complete"] * 5 + ["stopped"]
     assert found.trials[5].accuracy is not None and not (found.trials[5].folder / "summary.json").exists()
     assert "stopped early" in found.page.read_text()
+
+
+def test_a_trial_that_is_a_run_of_another_process_is_left_to_it_and_not_counted_as_failed(config, tmp_path):
+    space, folder = Space(config, [f"{EPOCHS}=1,2"], "grid"), tmp_path / "sweep"
+    search = module.Search(space, folder, None, False, Console(quiet=True))
+    search.path(0).mkdir(parents=True)
+    with held(search.path(0)), pytest.raises(FedsieveError, match="another process is working on this run"):
+        sweep(space, folder)
+    assert {trial.state for trial in sweep(space, folder).trials} == {"complete"}

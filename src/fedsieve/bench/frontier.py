@@ -24,6 +24,7 @@ from fedsieve.errors import Diverged, FedsieveError, with_extra
 from fedsieve.files import write_atomic
 from fedsieve.report.figures import PANEL, SERIES, drawn
 from fedsieve.report.html import size
+from fedsieve.runner.claim import is_free
 from fedsieve.runner.environment import describe_environment
 from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display
@@ -289,7 +290,7 @@ def _run(
     experiment = make_experiment(method, rate, seed, smoke, overrides).model_copy(update={"device": str(device)})
     place = folder / "runs" / f"{method}-{rate:g}-{seed}"
     display.say(f"{METHODS[method][0]}, rate {rate:g}, seed {seed}: {place}")
-    before = place.exists() and any(not item.name.startswith(".config") for item in place.iterdir())
+    before = place.exists() and not is_free(place)
     if before:
         _check(place, experiment)
     try:

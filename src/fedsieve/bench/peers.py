@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsieve.errors import FedsieveError
+from fedsieve.flower import QUIET
 
 ROUND_SECONDS = 600  # after which a round of Flower's is given up
 
@@ -34,7 +35,7 @@ PEERS = {
 def missing(peer: str) -> str | None:
     """Why a peer cannot take part, and what to do about it; None where it can."""
     # Read when they are imported: Flower reports home, and Ray would start workers without this process's packages.
-    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    os.environ |= {**QUIET, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # the future that it warns of
     modules, package = PEERS[peer]
     try:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from fedsieve.bench.result import Result
+from fedsieve.flower import QUIET
 from fedsieve.privacy.fixed_point import FixedPoint
 from fedsieve.privacy.secagg import PHASES, secure_sum
 
@@ -153,6 +154,7 @@ def _flower(
     Its phases are ours; who vanishes before one does not answer from then on. That must not be before shares are dealt: then
     the other clients of flwr 1.41 end in a KeyError when they are asked for shares of it.
     """
+    os.environ |= QUIET  # read when Flower is imported
     from flwr.app import ConfigRecord, Context, Message, RecordDict
     from flwr.client.mod import secaggplus_mod
     from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays

@@ -1,1 +1,8 @@
 """The same experiments over Flower: a ServerApp and a ClientApp that carry fedsieve's envelopes, and nothing else."""
+
+import os
+
+# Flower's programs ask their vendor for updates when they start, and report how they are used. It reads the second of these
+# when it is imported, so both are set before any module here imports it. Processes that are started inherit them.
+QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+os.environ |= QUIET

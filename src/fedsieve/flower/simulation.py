@@ -36,7 +36,6 @@ def simulate(
     Sites keep their files in the run folder; `processes` of them work at a time. `data` holds a folder of images for each site,
     where sites have images of their own.
     """
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"

@@ -38,12 +38,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def load_newest(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """Numbers and tensors of the newest checkpoint that is intact; damaged ones are set aside, and `say` tells so."""
-    for path in reversed(list_checkpoints(folder)):
+    paths = list_checkpoints(folder)
+    for path in reversed(paths):
         try:
             return read_checkpoint(path)
         except ValueError as error:
             path.rename(path.with_suffix(".damaged"))
             say(f"{path} is damaged ({error}): set aside, going back to the checkpoint before it")
+    if paths:
+        say(f"{folder}: no checkpoint is intact, so the run starts over")
     return None
 
 

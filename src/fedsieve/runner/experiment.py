@@ -2,12 +2,10 @@
 
 import contextlib
 import errno
-import fcntl
 import io
 import json
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -37,6 +35,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import FINAL, digest
 from fedsieve.randomness import generator
 from fedsieve.runner.checkpoint import list_checkpoints, load_newest, save_checkpoint
+from fedsieve.runner.claim import check_free, claimed, held
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
 from fedsieve.runner.federated import (
     CLIENTS,
@@ -86,29 +85,12 @@ def run(
     preflight(experiment, shared)
     check_hub(experiment)
     make_trackers(experiment.tracking)  # a missing package is told now, not after the data was read
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "config.yaml", to_yaml(experiment))
-    except OSError as error:
-        raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
-    try:
+    with claimed(folder):
+        try:
+            write_atomic(folder / "config.yaml", to_yaml(experiment))
+        except OSError as error:
+            raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
         return _execute(experiment, folder, display, page, shared, transport)
-    except FedsieveError as error:
-        metrics = folder / "metrics.jsonl"
-        begun = list_checkpoints(folder / "checkpoints") or (metrics.exists() and metrics.stat().st_size)
-        if error.exit_code == 2 and not begun:
-            shutil.rmtree(folder, ignore_errors=True)  # a wrong request: nothing was done that is worth keeping
-        raise
-
-
-def check_free(folder: Path) -> None:
-    """Refuse a folder that a new run cannot have."""
-    # A process killed before its first file was whole leaves only that file's hidden beginning.
-    if folder.exists() and (
-        not folder.is_dir() or any(not item.name.startswith(".config") for item in folder.iterdir())
-    ):
-        hint = f"`fedsieve resume {folder}` continues it" if (folder / "config.yaml").exists() else "it is not empty"
-        raise FedsieveError(f"--out: {folder} is there already: {hint}. Choose another folder for a new run")
 
 
 def resume(
@@ -136,7 +118,8 @@ def resume(
     threads = _read_json(folder / "environment.json").get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    return _execute(experiment, folder, display, page, shared, transport)
+    with held(folder):
+        return _execute(experiment, folder, display, page, shared, transport)
 
 
 def _write_page(folder: Path) -> None:
@@ -170,7 +153,7 @@ def _execute(
     transport: Transport | None,
 ) -> dict[str, Any]:
     check_place(experiment, folder, transport)
-    with leading(experiment) as team, _only_process(folder), _stop_signals() as signals, display:
+    with leading(experiment) as team, _stop_signals() as signals, display:
         try:
             summary = _Run(experiment, folder, display, signals, shared or Shared(keep=False), team, transport).go()
             if page:
@@ -198,6 +181,23 @@ def _intact(folder: Path) -> str:
     return f"The last checkpoint, {checkpoints[-1]}, is intact. " if checkpoints else ""
 
 
+def restore_metrics(file: Path, lines: list[str], say: Callable[[str], None]) -> None:
+    """Bring a metrics file back to the lines that a checkpoint knows; what was written after them is written again.
+
+    A damaged file costs nothing: the checkpoint has a copy of it.
+    """
+    content = "".join(lines).encode()
+    try:
+        there = file.read_bytes()
+    except FileNotFoundError:
+        there = b""
+    if there == content:
+        return
+    if not there.startswith(content):
+        say(f"{file} was changed or cut. It is restored from the checkpoint")
+    write_atomic(file, content)
+
+
 class _Run:
     """One process's work on one run folder. What a checkpoint holds is set in `__init__`, all in one place."""
 
@@ -214,7 +214,7 @@ class _Run:
         self.experiment, self.folder, self.display, self.signals = experiment, folder, display, signals
         self.shared, self.team, self.transport = shared, team, transport
         self.ticks = 0  # steps of all stages so far: the number of the next checkpoint
-        self.records = 0  # lines of metrics.jsonl
+        self.lines: list[str] = []  # of metrics.jsonl
         self.seconds = 0.0  # up to the last checkpoint
         self.finished: list[dict[str, Any]] = []  # a summary of every stage that is over,
         self.chosen: list[Tensor] = []  # its chosen weights,
@@ -244,10 +244,8 @@ class _Run:
             "model.weights": digest(self.setup.model),
             "data.source": self.setup.data_fingerprint,
         }
-        if saved and (changed := self._changed(saved[0])):
-            self.display.say(f"{self.folder / changed} was changed or cut: the run starts over")
-            saved = None
-        metrics_bytes = self._restore(*saved) if saved else 0
+        if saved:
+            self._restore(*saved)
         if self.experiment.federation is not None:
             self.context = make_context(
                 self.experiment,
@@ -269,11 +267,9 @@ class _Run:
                 self.context.sites = meet_sites(self.context, self.setup, weights, self.folder, self.transport)
             if not (self.folder / CLIENTS).exists():
                 write_clients(self.context.population, None, self.folder / CLIENTS)
-        with (self.folder / "metrics.jsonl").open("ab+") as self.metrics:
-            # What was written after the checkpoint will be written again, the same.
-            self.metrics.truncate(metrics_bytes)
-            self.metrics.seek(0)
-            history = [json.loads(line) for line in self.metrics]
+        restore_metrics(self.folder / "metrics.jsonl", self.lines, self.display.say)
+        with (self.folder / "metrics.jsonl").open("ab") as self.metrics:
+            history = [json.loads(line) for line in self.lines]
             trackers = make_trackers(self.experiment.tracking)
             for tracker in trackers:
                 tracker.start(self.folder, self.experiment, history)
@@ -285,16 +281,6 @@ class _Run:
                 for tracker in trackers:
                     tracker.finish(summary)
         return summary
-
-    def _changed(self, numbers: dict[str, Any]) -> str | None:
-        """metrics.jsonl, where it no longer begins with the lines that a checkpoint counts on; None where it does."""
-        try:
-            content = (self.folder / "metrics.jsonl").read_bytes()[: numbers["metrics_bytes"]]
-            lines = [json.loads(line) for line in content.splitlines()]
-        except (OSError, ValueError):
-            return "metrics.jsonl"
-        whole = len(content) == numbers["metrics_bytes"] and len(lines) == numbers["records"]
-        return None if whole else "metrics.jsonl"
 
     def _train(self, trackers: list[Tracker]) -> None:
         """Every stage that is not over yet."""
@@ -317,9 +303,9 @@ class _Run:
             for tick in ticks:
                 self.ticks += 1
                 if tick.record:
-                    self.records += 1
-                    record = {"index": self.records} | tick.record
-                    self.metrics.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+                    record = {"index": len(self.lines) + 1} | tick.record
+                    self.lines.append(json.dumps(record, allow_nan=False) + "\n")
+                    self.metrics.write(self.lines[-1].encode())
                     self.metrics.flush()
                     for tracker in trackers:
                         tracker.log(record)
@@ -426,8 +412,7 @@ class _Run:
             )
 
     def _save(self) -> None:
-        self.metrics.flush()
-        os.fsync(self.metrics.fileno())  # the checkpoint counts on these lines
+        os.fsync(self.metrics.fileno())  # the checkpoint has these lines too
         now = time.perf_counter()
         self.seconds, self.clock = self.seconds + now - self.clock, now
         if self.context:
@@ -442,11 +427,10 @@ class _Run:
             "ledger_digest": self.ledger_digest,
             "memories": self.memories,
             "ticks": self.ticks,
-            "records": self.records,
+            "lines": self.lines,
             "seconds": self.seconds,
             "calibration_seconds": self.calibration_seconds,
             "mask_id": self.mask_id,
-            "metrics_bytes": self.metrics.tell(),
             "finished": self.finished,
             "marks": self.marks,
             "state": self.state.numbers() if self.state else None,
@@ -459,15 +443,20 @@ class _Run:
         if self.context:
             self.context.store.prune(self.memories)
 
-    def _restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> int:
-        """Take over a checkpoint, and give the length metrics.jsonl had then."""
+    def _restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take over a checkpoint."""
+        if "lines" not in numbers:
+            raise FedsieveError(
+                f"{self.folder}: this run was started by an older version of fedsieve. Resume it with that version, or "
+                "start a new run"
+            )
         for key, mark in self.marks.items():
             if numbers["marks"].get(key) != mark:
                 raise FedsieveError(
                     f"{self.folder}: {key} is not what this run began with: its content has changed. Put the original "
                     "back, or start a new run"
                 )
-        self.ticks, self.records, self.seconds = numbers["ticks"], numbers["records"], numbers["seconds"]
+        self.ticks, self.lines, self.seconds = numbers["ticks"], numbers["lines"], numbers["seconds"]
         self.finished, self.calibration_seconds = numbers["finished"], numbers["calibration_seconds"]
         self.mask_id, self.given = numbers["mask_id"], numbers["given"]
         self.ledger_bytes, self.ledger_digest = numbers["ledger_bytes"], numbers["ledger_digest"]
@@ -485,7 +474,6 @@ class _Run:
         where = f"{unit} {self.state.length + 1} of stage" if self.state else "the end of stage"
         name = self.experiment.stages[len(self.finished) - (self.state is None)].name
         self.display.say(f"resuming at {where} {name}, step {self.ticks:,}")
-        return numbers["metrics_bytes"]
 
     def _tester(self, stage: Stage, test: Feed) -> Callable[[], dict[str, float]]:
         predicted = self._predictor(stage, test)
@@ -649,17 +637,6 @@ def load_model(folder: Path) -> tuple[Experiment, Classifier, dict[str, Any]]:
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
-    """Keep a second process off a run folder; the lock goes with the process, however it ends."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FedsieveError(f"{folder}: another process is working on this run") from None
-        yield
 
 
 class _Signals:

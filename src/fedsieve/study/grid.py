@@ -31,6 +31,7 @@ from fedsieve.files import folder_atomic, write_json
 from fedsieve.randomness import generator
 from fedsieve.report.explore import write_exploration
 from fedsieve.report.html import duration
+from fedsieve.runner.claim import Busy, is_free
 from fedsieve.runner.environment import set_deterministic
 from fedsieve.runner.estimate import images_trained
 from fedsieve.runner.experiment import read_experiment, resume, run
@@ -378,7 +379,7 @@ class Grid:
         try:
             return resume(folder, self.display, page=False, shared=self.shared)
         except FedsieveError as error:
-            if state != "damaged" or isinstance(error, Diverged) or error.exit_code >= 128:
+            if state != "damaged" or isinstance(error, (Busy, Diverged)) or error.exit_code >= 128:
                 raise
             shutil.rmtree(folder)
             return run(experiment, folder, self.display, page=False, shared=self.shared)
@@ -388,7 +389,8 @@ class Grid:
         began = time.perf_counter()
         try:
             if state == "not run":
-                shutil.rmtree(folder, ignore_errors=True)  # at most the beginning of a config
+                if not is_free(folder):
+                    shutil.rmtree(folder, ignore_errors=True)  # without a config, nothing says what it was
                 summary = run(experiment, folder, self.display, page=False, shared=self.shared)
             else:
                 read_experiment(folder)  # refused where this is damaged: nothing then says what ran here
@@ -400,6 +402,8 @@ class Grid:
         except Diverged as error:
             write_json(folder / FAILED, {"reason": str(error)})
             told = "diverged"
+        except Busy:
+            raise Taken from None
         except FedsieveError as error:
             if error.exit_code >= 128:
                 raise FedsieveError(

@@ -29,6 +29,7 @@ from fedsieve.files import write_atomic, write_json
 from fedsieve.randomness import generator
 from fedsieve.report.html import duration, flatten
 from fedsieve.runner.checkpoint import list_checkpoints
+from fedsieve.runner.claim import Busy
 from fedsieve.runner.experiment import read_experiment, resume, run
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import preflight
@@ -247,6 +248,8 @@ class Search:
             return {"state": "stopped", "accuracy": reached, "note": "behind the median"}
         except Diverged as error:
             return {"state": "diverged", "note": str(error)}
+        except Busy:  # it will have a result
+            raise
         except FedsieveError as error:
             if error.exit_code > 2:
                 raise FedsieveError(f"stopped in trial {number}. The same command goes on", error.exit_code) from None
