@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 from hypothesis import example, given
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from fedsieve.config import Experiment, load_config, parse_config, to_yaml
 from fedsieve.errors import FedsieveError
+from fedsieve.runner.listing import LISTINGS
 
 STAGE = "stages: [{name: a, epochs: 1}]\n"
 
@@ -190,6 +192,57 @@ RIDGE = "federation: {clients: 4}\nstages: [{name: a, train: head, method: ridge
 def test_a_key_that_would_do_nothing_is_refused_with_where_it_works(text, override, said):
     message = refusal(text, override)
     assert said in message and "\n" not in message and "Input" not in message
+
+
+def test_an_experiment_names_every_conflict_between_its_settings():
+    experiment = parse_config(STAGE)
+    assert not [*experiment.conflicts()]
+    broken = experiment.model_copy(update={"executor": "stacked", "test_curve": True, "test": False})
+    assert [sentence.partition(" ")[0] for sentence in broken.conflicts()] == ["test_curve", "executor:"]
+
+
+CHOICES = {
+    "heads": "model.head",
+    "transforms": "data.transform",
+    "normalize": "data.normalize",
+    "interpolation": "data.interpolation",
+    "rules": "mask.rule",
+    "granularity": "mask.granularity",
+    "allocation": "mask.allocation",
+    "scopes": "mask.scope",
+    "methods": "stages.method",
+    "optimizers": "stages.optimizer.kind",
+    "schedules": "stages.schedule",
+    "partitions": "federation.partition.kind",
+    "servers": "federation.server.optimizer",
+    "corrections": "federation.correction.kind",
+    "weighting": "federation.weighting",
+    "aggregators": "federation.aggregator.kind",
+    "attacks": "federation.attack.kind",
+    "personal": "federation.personal.methods",
+    "formats": "message.up",
+    "aggregations": "privacy.aggregation",
+    "executors": "executor",
+    "trackers": "tracking",
+}
+
+
+@pytest.mark.parametrize("listing", CHOICES)
+def test_the_words_that_are_listed_are_those_that_a_config_takes(listing):
+    def types(annotation):
+        """A type, and all types within it."""
+        return [annotation, *(inner for part in get_args(annotation) for inner in types(part))]
+
+    found = [Experiment]
+    for key in CHOICES[listing].split("."):
+        found = [
+            kind
+            for model in found
+            if hasattr(model, "model_fields")
+            for kind in types(model.model_fields[key].annotation)
+        ]
+    words = [word for kind in found if get_origin(kind) is Literal for word in get_args(kind)]
+    assert [word for word, _ in LISTINGS[listing][1](None)] == words
 
 
 def test_a_mistake_in_the_mask_at_the_top_is_told_once():

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import runpy
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +13,9 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
+from fedsieve.campaign.definition import STUDIES, load_study
 from fedsieve.cli import app
+from fedsieve.config import make_experiment
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -52,16 +53,55 @@ def pictures(cell) -> int:
     return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
 
 
-def test_what_the_results_were_run_with_can_be_run_and_gives_their_rows(tmp_path, capsys):
-    """Settings that studies no longer take, or rows that a table has and its commands lack."""
-    folder = ROOT / "docs" / "results" / "studies"
-    listed = defaultdict(set)
-    for name, command in runpy.run_path(str(folder / "run.py"))["commands"]("DATA", "WEIGHTS", tmp_path, "full"):
-        app([*command, "--list"], standalone_mode=False)
-        listed[name] |= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    for file in folder.glob("*-runs.csv"):
-        with file.open(newline="") as table:
-            assert {row["row"] for row in csv.DictReader(table)} <= listed[file.name.removesuffix("-runs.csv")], file
+def kept(file: str) -> list[dict[str, str]]:
+    with (ROOT / "docs" / "results" / file).open(newline="") as table:
+        return list(csv.DictReader(table))
+
+
+def test_what_the_results_were_run_with_can_be_run_and_gives_their_rows(capsys):
+    """Settings that studies no longer take, or rows that a kept table has and its command lacks."""
+    listed: dict[str, set[str]] = {}
+    for study in STUDIES:
+        for name in load_study(study).spec.tables:
+            app(["study", study, "--table", name, "--list"], standalone_mode=False)
+            assert name not in listed, "two tables of one name would be kept in one file"
+            listed[name] = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    for file in (ROOT / "docs" / "results" / "studies").glob("*-runs.csv"):
+        rows = {row["row"] for row in kept(f"studies/{file.name}")}
+        assert rows <= listed[file.name.removesuffix("-runs.csv")], file
+    assert {row["method"] for row in kept("frontier.csv")} == listed["frontier"]
+    blocks = {f"blocks/{row['rule']}-s{row['sparsity']}" for row in kept("allocation.csv")}
+    assert blocks == listed["allocation"]
+    heads = defaultdict(set)
+    for row in kept("new-head.csv"):
+        heads[row["size"]].add(f"new-head/{row['rule']}-{row['scale']}-s{row['sparsity']}")
+    assert (heads["64"], heads["128"]) == (listed["new-head"], listed["new-head-128"])
+    finals = defaultdict(set)
+    for row in kept("rules.csv"):
+        if row["phase"] == "final":
+            name = "dense" if row["rule"] == "dense" else f"sparse/{row['rule']}-s{row['sparsity']}"
+            finals[row["size"]].add(name)
+    assert (finals["128"], finals["224"]) == (set(load_study("rules").rows), listed["rules-224"])
+
+
+def test_the_federation_study_is_what_its_table_was_run_with():
+    """Every kept run has its settings beside it."""
+    study = load_study("federation")
+    for line in kept("federation.csv"):
+        row = study.rows[f"{line['phase']}/{line['job'].replace('/', '-')}"]
+        share = f"data.val_fraction={0.1 if line['val_accuracy'] else 0}"
+        overrides = [
+            *re.split(r" (?=[\w.]+=)", line["overrides"]),
+            share,
+            f"name=federation-{row.name.replace('/', '-')}",
+        ]
+        assert study.experiment(row, 0) == make_experiment(study.spec.base | {"tracking": []}, overrides), row.name
+
+
+def test_the_trust_study_has_the_rules_of_its_table():
+    cohorts = {"everyone": "everyone", "ten": "ten of twenty"}
+    rows = {(cohorts[row.group], row.label) for row in load_study("trust").rows.values()}
+    assert {(row["cohort"], row["aggregator"]) for row in kept("trust.csv")} == rows
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -116,6 +156,46 @@ def test_means_over_seeds_are_those_of_runs_in_a_file(page):
     for line in (line for line in text.splitlines() if line.startswith("|")):
         for three in re.findall(rf"(?<![-+.\d])({NUMBER})(?: %)?(?:\*\*)? \(({NUMBER}) to ({NUMBER})\)", line):
             assert any(all(map(shows, three, (one, low, high))) for one, _, low, high in spreads()), three
+
+
+@cache
+def measures() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Mean and deviation of all that was measured of each row of a study."""
+    found = defaultdict(list)
+    for file in ROOT.glob("docs/results/studies/*.csv"):
+        with file.open(newline="") as table:
+            rows = list(csv.DictReader(table))
+        if "measure" in rows[0]:
+            for row in rows:
+                found[file.name, row["row"]].append((float(row["mean"]), float(row["std"] or 0)))
+    return found
+
+
+def test_numbers_in_line_with_a_mean_are_of_the_same_row_of_a_study():
+    """A line of a table belongs to the rows whose means and deviations it shows: its bytes and percentages are theirs, too."""
+    checked = 0
+    for table in re.findall(r"^\|.*\n\|---.*\n(?:\|.*\n)+", (ROOT / "docs/results/studies.md").read_text(), re.M):
+        head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+        for cells in lines:
+            means = [pair for cell in cells for pair in re.findall(rf"({NUMBER}) ± ({NUMBER})", cell)]
+            rows = [
+                row
+                for row in measures().values()
+                if any(shows(m, s * x) and shows(d, s * y) for m, d in means for x, y in row for s in (1, 100))
+            ]
+            for title, cell in zip(head[1:], cells[1:], strict=True):
+                shown = (
+                    re.sub(rf"{NUMBER} ± {NUMBER}|\(.*?\)|`.*?`|.*, .*", "", cell)
+                    if rows and title != "reported"
+                    else ""
+                )
+                for text in re.findall(r"(?<![\w./=-])\d[\d,]*(?:\.\d+)?(?![\w.])", shown):
+                    scales = (1, 100, 1e-6, 1e-9)  # shares, MB and GB
+                    assert any(shows(text, s * x) for row in rows for x, _ in row for s in scales), (
+                        f"{cells[0]}: {text}"
+                    )
+                    checked += 1
+    assert checked > 100
 
 
 def numbers(node: object) -> Iterator[float]:

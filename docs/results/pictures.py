@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import mean, stdev
 
-from fedsieve.study.figures import Point, dots, lines
+from fedsieve.report.series import Point, Scale, dots, lines
 
 HERE = Path(__file__).parent
 PARTITIONS = {"iid": "IID", "nc50": "50", "nc10": "10", "nc5": "5", "nc1": "1"}
@@ -43,7 +43,7 @@ def rules() -> str:
         "least_sensitive",
     ]
     series = {name: [point(share, found[name, share]) for share in (0.5, 0.9, 0.99)] for name in names}
-    return lines(series, "share of the backbone that is frozen", ACCURACY, None, False)
+    return lines(series, "share of the backbone that is frozen", Scale(ACCURACY))
 
 
 def skew() -> str:
@@ -61,7 +61,7 @@ def skew() -> str:
     phases["head alone, 20 rounds"] = [
         point(word, [row for row in heads if row["row"] == f"fedavg/{key}"]) for key, word in PARTITIONS.items()
     ]
-    return lines(phases, "classes per client", ACCURACY, None, False)
+    return lines(phases, "classes per client", Scale(ACCURACY))
 
 
 def cost() -> str:
@@ -79,7 +79,7 @@ def cost() -> str:
         sent = mean(int(row["bytes_up"]) + int(row["bytes_down"]) for row in found[job] if row["bytes_up"])
         names.append(f"{sent / 1e9:.1f} GB: {label}")
         points.append(point(None, found[job]))
-    return dots(names, points, ACCURACY, percent, None)
+    return dots(names, points, Scale(ACCURACY), percent)
 
 
 def sums() -> str:
@@ -93,7 +93,7 @@ def sums() -> str:
         "a fifth of it, secagg": "sparse-secagg",
     }
     points = [point(None, [row for row in rows if row["row"] == f"sums/{name}"]) for name in names.values()]
-    return dots(list(names), points, ACCURACY, percent, None)
+    return dots(list(names), points, Scale(ACCURACY), percent)
 
 
 def start() -> str:
@@ -109,7 +109,7 @@ def start() -> str:
         for rule in ("most_sensitive", "least_sensitive", "random", "high_magnitude"):
             names.append(f"{label}: {rule.replace('_', ' ')}")
             points.append(point(None, [run for run in runs if run["row"] == form.format(rule)]))
-    return dots(names, points, ACCURACY, percent, None)
+    return dots(names, points, Scale(ACCURACY), percent)
 
 
 def overlap() -> str:
@@ -118,7 +118,7 @@ def overlap() -> str:
     names = [row["label"].replace("high hybrid", "high hybrid, mostly by magnitude") for row in found]
     points = [Point(None, float(row["mean"]), float(row["std"]), None) for row in found]
     below = "Jaccard index of two clients' masks, scored through a random head"
-    return dots(names, points, below, lambda value: f"{value:.2f}", None)
+    return dots(names, points, Scale(below), "{:.2f}".format)
 
 
 def six() -> str:
@@ -132,7 +132,7 @@ def six() -> str:
         ]
         for rule in rules
     }
-    return lines(series, "share of the network that is frozen", ACCURACY, None, False)
+    return lines(series, "share of the network that is frozen", Scale(ACCURACY))
 
 
 def epochs() -> str:
@@ -147,7 +147,7 @@ def privacy() -> str:
         name: [point(word, [run for run in runs if run["row"] == f"dp/{key}-{kind}"]) for key, word in words.items()]
         for name, kind in {"whole head": "dense", "a tenth of it": "sparse"}.items()
     }
-    return lines(series, "epsilon", ACCURACY, None, False)
+    return lines(series, "epsilon", Scale(ACCURACY))
 
 
 def named(study: str, names: Mapping[str, str]) -> str:
@@ -159,7 +159,7 @@ def gathered(names: Mapping[str, tuple[str, str]]) -> str:
     """Rows of several studies, by the names they are shown with."""
     runs = {study: table(f"studies/{study}-runs.csv") for study, _ in names.values()}
     points = [point(None, [run for run in runs[study] if run["row"] == row]) for study, row in names.values()]
-    return dots(list(names), points, ACCURACY, percent, None)
+    return dots(list(names), points, Scale(ACCURACY), percent)
 
 
 def chance() -> str:
@@ -228,7 +228,7 @@ def own() -> str:
             names.append(f"{shards}: {name}")
             line = found[measure]
             points.append(Point(None, 100 * float(line["mean"]), 100 * float(line["std"]), None))
-    return dots(names, points, "accuracy on a client's own classes, %", percent, None)
+    return dots(names, points, Scale("accuracy on a client's own classes, %"), percent)
 
 
 def work() -> str:
@@ -245,7 +245,7 @@ def by_work(study: str, below: str) -> str:
         ]
         for key, word in PARTITIONS.items()
     }
-    return lines(series, below, ACCURACY, None, False)
+    return lines(series, below, Scale(ACCURACY))
 
 
 def steps() -> str:
@@ -272,11 +272,20 @@ def hostile() -> str:
     return crossed("corrections", "hostile/{}-{}", attacks, rules | {"geometric median": "geometric_median"})
 
 
+def allocation() -> str:
+    """Where masks lie, by block."""
+    series = defaultdict(list)
+    for row in table("allocation.csv"):
+        if row["sparsity"] == "0.9":
+            series[row["rule"]].append(Point(row["block"].replace("blocks.", ""), float(row["share"])))
+    return lines(series, "block", Scale("share that trains, 0.9 frozen"))
+
+
 def taking() -> str:
     runs = table("studies/beyond-runs.csv")
     shares = ("0.03", "0.1", "0.3", "1.0")
     found = [point(share, [run for run in runs if run["row"] == f"participation/{share}"]) for share in shares]
-    return lines({"0.9 frozen, 1 class per client": found}, "share of clients in a round", ACCURACY, None, False)
+    return lines({"0.9 frozen, 1 class per client": found}, "share of clients in a round", Scale(ACCURACY))
 
 
 if __name__ == "__main__":
@@ -302,6 +311,7 @@ if __name__ == "__main__":
         corrections,
         hostile,
         taking,
+        allocation,
     ):
         target = HERE / "pictures" / f"{draw.__name__}.svg"
         target.parent.mkdir(exist_ok=True)

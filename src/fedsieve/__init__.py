@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Experiment",
     "FedsieveError",
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedsieve.mask.mask import Mask
     from fedsieve.mask.scores import fisher
     from fedsieve.model.space import ParamSpace
-    from fedsieve.runner.experiment import resume, run
+    from fedsieve.runner.run import resume, run
     from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
     from fedsieve.wire.codec import decode, encode
 
@@ -47,8 +47,8 @@ _HOMES = {
     "decode": "fedsieve.wire.codec",
     "encode": "fedsieve.wire.codec",
     "fisher": "fedsieve.mask.scores",
-    "resume": "fedsieve.runner.experiment",
-    "run": "fedsieve.runner.experiment",
+    "resume": "fedsieve.runner.run",
+    "run": "fedsieve.runner.run",
 }
 
 

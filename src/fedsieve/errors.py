@@ -15,9 +15,22 @@ class FedsieveError(Exception):
         super().__init__(message)
         self.exit_code = exit_code
 
+    @property
+    def is_request(self) -> bool:
+        """Whether the request was wrong, so that the same request fails again."""
+        return self.exit_code == 2
+
+
+class Stopped(FedsieveError):
+    """The process was asked to stop. What it did is saved, and the same command continues."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message, 128 + signal)
+        self.signal = signal
+
 
 class Diverged(FedsieveError):
-    """Training that left the finite numbers: the settings' doing, and the same every time."""
+    """Training whose numbers are no longer finite. The settings cause it, and every repetition ends the same way."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 1)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,18 @@ def read_sealed(path: Path) -> bytes:
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON, written atomically; NaN and infinity are refused, since no other reader takes them."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def with_notes(body: bytes, notes: Mapping[str, str]) -> bytes:
+    """Add metadata to a safetensors file. The same content always gives the same bytes.
+
+    safetensors itself writes metadata in a random order.
+    """
+    end = 8 + int.from_bytes(body[:8], "little")
+    header = {"__metadata__": dict(sorted(notes.items())), **json.loads(body[8:end])}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at multiples of 8
+    return len(text).to_bytes(8, "little") + text + body[end:]
 
 
 @contextlib.contextmanager

@@ -3,39 +3,36 @@
 import itertools
 import json
 import os
-import shutil
 import sys
 from dataclasses import replace
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.end_to_end.test_command_line import fedsieve
 
-from fedsieve.bench import rounds as rounds_module
-from fedsieve.bench.commands import _numbers, app
-from fedsieve.bench.frontier import DIVERGED, frontier, make_experiment, read_points
-from fedsieve.bench.limits import promise, training_flops
-from fedsieve.bench.memory import _try, host_bytes, memory, search
-from fedsieve.bench.peers import missing
-from fedsieve.bench.result import Incomplete, Stopped, alternate, shown
-from fedsieve.bench.rounds import SMALL, Case, PlainClient, flower_client, pfl_case
-from fedsieve.bench.wire import make_ways
+from benchmarks import rounds as rounds_module
+from benchmarks.commands import app
+from benchmarks.limits import promise, training_flops
+from benchmarks.memory import _try, host_bytes, memory, search
+from benchmarks.options import read_numbers as _numbers
+from benchmarks.peers import missing
+from benchmarks.result import Incomplete, Stopped, alternate, shown
+from benchmarks.rounds import SMALL, Case, PlainClient, flower_client, pfl_case
+from benchmarks.wire import make_ways
 from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Stacked
 from fedsieve.files import write_json
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.weights import load_classifier
 
 CPU = torch.device("cpu")
 NAMES = [command.name or command.callback.__name__ for command in app.registered_commands]
 CASE = Case("vit_tiny_patch16_224", SMALL, 16, cohort=2, images=6, epochs=2)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("list", "frontier")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "list"])
 def test_every_benchmark_runs_in_miniature_and_writes_its_table(name, tmp_path, capsys):
     file = tmp_path / "result.json"
     assert fedsieve("bench", name, "--smoke", "--device", "cpu", "--out", file) == 0
@@ -46,6 +43,19 @@ def test_every_benchmark_runs_in_miniature_and_writes_its_table(name, tmp_path, 
     printed = capsys.readouterr().out
     assert all(column.split()[0] in printed for column in written["columns"])
     assert all(f"{word}:" in printed for word in ("limits", "hardware", "versions"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "round --networks tiny --pixels 16 --cohorts 2 --ways plain,sequential --images 4 --epochs 1 --seconds 1 --together",
+        "memory --network tiny --pixels 16 --cohorts 1,2 --sparsities 0,0.5 --at-most 2",
+        "scale --clients 100 --cohorts 1 --repeats 1",
+        "overhead --peers none --repeats 1",
+    ],
+)
+def test_every_option_reaches_its_benchmark(words):
+    assert fedsieve("bench", *words.split(), "--smoke", "--device", "cpu") == 0
 
 
 def test_the_list_names_every_benchmark(capsys):
@@ -71,10 +81,6 @@ def test_the_list_names_every_benchmark(capsys):
         ("overhead", "--peers", "none,pfl"),
         ("start", "data.sise=3"),
         ("start", "device=cpu"),
-        ("frontier", "seed=3"),
-        ("frontier", "--rates", "0"),
-        ("frontier", "--folder", __file__),
-        ("frontier", "--methods", "sparse"),
         ("lst",),
         ("wire", "--device", "tpu"),
         ("wire", "--device", "meta"),
@@ -110,7 +116,7 @@ def test_a_benchmark_that_is_stopped_says_so_and_nothing_of_folders_that_vanish(
     def stop(*_):
         raise raised
 
-    monkeypatch.setattr("fedsieve.bench.distributed.distributed", stop)
+    monkeypatch.setattr("benchmarks.distributed.distributed", stop)
     assert fedsieve("bench", "distributed") == 130
     said = capsys.readouterr().err
     assert "bench distributed: stopped" in said and "resume" not in said
@@ -153,7 +159,7 @@ def test_stopped_by_hand_whole_turns_are_kept(last, monkeypatch):
             raise KeyboardInterrupt
         return float(number)
 
-    monkeypatch.setattr("fedsieve.bench.result.timed", timed)
+    monkeypatch.setattr("benchmarks.result.timed", timed)
     with pytest.raises(Stopped) as stopped:
         alternate({"a": int, "b": int}, CPU, repeats=9)
     assert stopped.value.medians.turns == 2 and stopped.value.medians == {"a": 1.0, "b": 2.0}
@@ -352,105 +358,6 @@ def test_a_peer_that_cannot_be_imported_is_named_with_the_way_to_install_it(monk
     assert "pip install 'flwr[simulation]'" in missing("flower")
 
 
-# --- frontier --------------------------------------------------------------------------------------------------------
-
-
-def test_a_frontier_counts_all_that_was_sent_and_is_taken_up_where_it_was(tmp_path, capsys):
-    file, folder = tmp_path / "result.json", tmp_path / "frontier"
-    assert fedsieve("bench", "frontier", "--smoke", "--device", "cpu", "--folder", folder, "--out", file) == 0
-    written = json.loads(file.read_text())
-    runs = sorted(folder.glob("runs/*"))
-    assert len(runs) == len(written["rows"]) == 5
-    for place in runs:
-        summary = json.loads((place / "summary.json").read_text())
-        points = read_points(place / "metrics.jsonl")
-        assert points[-1][1] == summary["bytes_up"] + summary["bytes_down"]
-        assert points[-1][0] == summary["rounds"] == 5
-        assert max(point[3] for point in points[1:]) == summary["val_accuracy"]
-    assert "<svg" in (folder / "frontier.svg").read_text()
-    assert len((folder / "frontier.csv").read_text().splitlines()) == 1 + 5 * 3  # the head, and every second round
-    changed = {place: (place / "summary.json").stat().st_mtime_ns for place in runs}
-    with pytest.raises(FedsieveError, match="other settings"):  # its runs are not what is asked for
-        frontier(CPU, True, folder, ["stages.tune.rounds=6"])
-    again = frontier(CPU, True, folder)
-    assert [row[:7] for row in again.rows] == [tuple(row[:7]) for row in written["rows"]]
-    assert "runs were there before" not in written["note"] and "5 of 5 runs were there before" in again.note
-    assert changed == {place: (place / "summary.json").stat().st_mtime_ns for place in runs}
-
-
-def test_what_a_frontier_without_the_hub_is_told_to_name_can_be_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("FEDSIEVE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    words = ("bench", "frontier", "--device", "cpu", "--methods", "dense", "--folder")
-    assert fedsieve(*words, tmp_path / "whole") == 1
-    assert capsys.readouterr().err.strip().endswith("name your own: data.source=FOLDER model.weights=FILE")
-    file, network = tmp_path / "weights.safetensors", make_experiment("dense", 0.1, 0, True, []).model
-    safetensors.torch.save_file(load_classifier(network, 10, 16, 0).backbone.state_dict(), file)
-    named = ("data.source=digits", f"model.weights={file}")
-    assert fedsieve(*words, tmp_path / "small", "--smoke", *named) == 0
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A frontier of two methods."""
-    folder = tmp_path_factory.mktemp("frontier")
-    frontier(CPU, True, folder, methods=("dense", "last_blocks"))
-    return folder
-
-
-def test_a_frontier_of_fewer_methods_keeps_the_others_in_its_csv_and_figure(pair):
-    before = (pair / "frontier.csv").read_text()
-    result = frontier(CPU, True, pair, methods=("last_blocks",))
-    assert [row[0] for row in result.rows] == ["the last two blocks and head, fp32"]
-    assert sorted((pair / "frontier.csv").read_text().splitlines()) == sorted(before.splitlines())
-    assert "dense FedAvg" in (pair / "frontier.svg").read_text()
-
-
-def test_costs_are_told_to_the_target_that_is_named(pair):
-    def costs(target):
-        result = frontier(CPU, True, pair, methods=("dense",), target=target)
-        return result.rows[0][result.columns.index("MB to target")], result.note
-
-    points = read_points(pair / "runs" / "dense-0.01-0" / "metrics.jsonl")
-    assert costs(0.001)[0] == 1e-6 * points[0][1]
-    never, note = costs(1.0)
-    assert never is None and "The target is 100.0 % on validation, seen" in note
-
-
-def test_a_frontier_tells_what_never_beat_its_head(pair, tmp_path):
-    folder = shutil.copytree(pair, tmp_path / "frontier")
-    for method, accuracies in {"dense": [0.5, 0.4, 0.5], "last_blocks": [0.6, 0.5, 0.7]}.items():
-        file, found = folder / "runs" / f"{method}-0.01-0" / "metrics.jsonl", iter(accuracies)
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        changed = [line | {"val_accuracy": next(found)} if "val_accuracy" in line else line for line in lines]
-        file.write_text("".join(json.dumps(line) + "\n" for line in changed))
-    note = frontier(CPU, True, folder, methods=("dense", "last_blocks")).note
-    assert "Not better than the head they start from, with some seed: dense." in note
-
-
-@pytest.mark.parametrize("override", ["test=false", "data.val_fraction=0"])
-def test_a_frontier_needs_validation_and_test(override, tmp_path):
-    with pytest.raises(FedsieveError, match="validation and test"):
-        frontier(CPU, True, tmp_path / "frontier", [override], methods=("dense",))
-
-
-def test_a_smoke_frontier_has_a_rate_of_its_own(capsys):
-    assert fedsieve("bench", "frontier", "--smoke", "--device", "cpu", "--rates", "0.1,0.3") == 2
-    assert "leave --rates out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("file", "key", "value"), [("summary.json", "val_accuracy", "much"), ("metrics.jsonl", "val_accuracy", None)]
-)
-def test_what_is_no_number_is_damage(pair, tmp_path, file, key, value):
-    folder = shutil.copytree(pair, tmp_path / "frontier")
-    place = folder / "runs" / "dense-0.01-0" / file
-    *before, last = place.read_text().strip().split("\n") if file.endswith("l") else [place.read_text()]
-    place.write_text("\n".join([*before, json.dumps(json.loads(last) | {key: value})]) + "\n")
-    with pytest.raises(FedsieveError, match="is damaged"):
-        frontier(CPU, True, folder, methods=("dense",))
-
-
 def test_what_memory_measured_is_kept_when_it_is_stopped(monkeypatch):
     tried = iter([(True, 1e6), (True, 1e6)])
 
@@ -460,40 +367,7 @@ def test_what_memory_measured_is_kept_when_it_is_stopped(monkeypatch):
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    monkeypatch.setattr("fedsieve.bench.memory._try", attempt)
+    monkeypatch.setattr("benchmarks.memory._try", attempt)
     with pytest.raises(Incomplete) as stopped:
         memory(CPU, True)
     assert len(stopped.value.result.rows) == 1
-
-
-def test_finished_runs_of_another_device_are_shown_with_their_hardware_and_begun_ones_need_it(pair, tmp_path):
-    folder = shutil.copytree(pair, tmp_path / "frontier")
-    for place in folder.glob("runs/*"):
-        file, environment = place / "config.yaml", place / "environment.json"
-        file.write_text(file.read_text().replace("device: cpu", "device: cuda"))
-        environment.write_text(json.dumps(json.loads(environment.read_text()) | {"device": "cuda (a GPU)"}))
-    result = frontier(CPU, True, folder, methods=("dense", "last_blocks"))
-    assert "2 on cuda (a GPU)" in result.note
-    (place / "summary.json").unlink()
-    with pytest.raises(FedsieveError, match="--device cuda goes on"):
-        frontier(CPU, True, folder, methods=("dense", "last_blocks"))
-
-
-@pytest.mark.parametrize("cut", ["metrics.jsonl", "ledger.csv", "config.yaml"])
-@pytest.mark.parametrize("lines", [None, 0, 1, 3])
-def test_a_damaged_run_is_named_and_never_averaged(pair, tmp_path, cut, lines):
-    folder = shutil.copytree(pair, tmp_path / "frontier")
-    file = next(folder.glob("runs/dense*")) / cut
-    if lines is None:
-        file.unlink()
-    else:
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:lines]))
-    with pytest.raises(FedsieveError, match=r"runs/dense.*(damaged.*Remove it and repeat|other settings)"):
-        frontier(CPU, True, folder, methods=("dense", "last_blocks"))
-
-
-def test_a_run_that_diverged_is_not_run_again(pair, tmp_path):
-    folder = shutil.copytree(pair, tmp_path / "frontier")
-    (next(folder.glob("runs/dense*")) / DIVERGED).write_text("diverged in round 3")
-    result = frontier(CPU, True, folder, methods=("dense", "last_blocks"))
-    assert result.skipped == ["dense: diverged at every rate that was tried"] and len(result.rows) == 1

@@ -216,6 +216,16 @@ def test_the_largest_clients_give_and_only_what_is_needed(sizes, least, seed):
     assert all(new == old for new, old in zip(after, sizes, strict=True) if least <= old < max(expected))
 
 
+def test_clients_below_the_minimum_are_filled_up_from_all_givers():
+    """Clients 0 and 1 hold one class each, clients 2 and 3 nothing. Both empty clients get both classes."""
+    labels = labels_of([300, 300])
+    for seed in range(5):
+        holder = labels.copy()
+        _fill_up(holder, 4, 100, generator(seed, "fill"))
+        for client in (2, 3):
+            assert 25 < np.count_nonzero(labels[holder == client]) < 75
+
+
 @settings(max_examples=300)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 6), st.data())
 def test_slots_are_filled_exactly_when_halls_condition_allows(clients, classes, least, data):

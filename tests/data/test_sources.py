@@ -10,7 +10,8 @@ from PIL import Image
 
 import fedsieve.data.sources as sources
 from fedsieve.config import Data
-from fedsieve.data.sources import count_images, keep_classes, kind_of, load_images, survey
+from fedsieve.data.image_tables import kind_of
+from fedsieve.data.sources import count_images, keep_classes, load_images, survey
 from fedsieve.data.store import ImageStore, to_rows
 from fedsieve.errors import FedsieveError
 

@@ -25,6 +25,15 @@ def test_a_stratified_split_keeps_every_class_share_to_within_one(labels, fracti
         assert abs((labels[held] == label).sum() - size * count / len(labels)) < 1 + 1e-9
 
 
+@given(labels, st.floats(0, 0.99), st.integers(0, 9))
+def test_leftover_rows_go_to_the_largest_remainders(labels, fraction, seed):
+    _, held = hold_out(labels, fraction, True, generator(seed, "split"))
+    quota = {label: (labels == label).sum() * len(held) / len(labels) for label in set(labels)}
+    up = {label for label in quota if (labels[held] == label).sum() > int(quota[label] + 1e-9)}
+    least = min((quota[label] % 1 for label in up), default=1.0)
+    assert all(quota[label] % 1 <= least + 1e-9 or quota[label] % 1 > 1 - 1e-9 for label in quota.keys() - up)
+
+
 def test_the_seed_moves_the_split():
     labels = np.arange(1000) % 10
     one, two = (hold_out(labels, 0.1, True, generator(seed, "split"))[1] for seed in (0, 1))

@@ -6,6 +6,7 @@ import torch
 import torchvision.transforms.functional as tv
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
 from fedsieve.config import Data
@@ -172,6 +173,16 @@ def test_boxes_follow_the_law_of_random_resized_crop(height: int, width: int) ->
     error = 5 * np.sqrt(theirs.var(0) / 2000 + boxes.var(0) / 4000) + 1e-6
     assert (np.abs(boxes.mean(0) - theirs.mean(0)) < error).all()
     assert np.allclose(boxes.std(0), theirs.std(0), rtol=0.08, atol=1e-6)
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (6, 11)])
+def test_crops_reach_every_position_including_the_edges(height: int, width: int) -> None:
+    boxes = make("crop_flip", 16, crop_scale=(0.2, 1.0)).draw(generator(0, "draws"), 20_000, height, width)[:, 1:]
+    top, left, crop_height, crop_width = boxes.astype(int).T
+    for start, crop, length in ((top, crop_height, height), (left, crop_width, width)):
+        for size in range(3, min(height, width)):
+            often = np.bincount(start[crop == size], minlength=length - size + 1)
+            assert len(often) == length - size + 1 and stats.chisquare(often).pvalue > 1e-6
 
 
 def test_a_crop_that_never_fits_is_the_torchvision_centre() -> None:

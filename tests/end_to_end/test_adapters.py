@@ -11,8 +11,8 @@ from tests.end_to_end.test_command_line import fedsieve
 
 from fedsieve.config import parse_config, to_yaml
 from fedsieve.errors import FedsieveError
-from fedsieve.runner.experiment import load_model, resume, run
-from fedsieve.runner.patch import load_patch
+from fedsieve.runner.model_files import load_model, load_patch
+from fedsieve.runner.run import resume, run
 
 LORA = ["model.lora={rank: 2}", "stages.backbone.train=[lora, head]", "stages.backbone.name=lora"]
 ADAPTER = ["model.adapter={width: 3}", "stages.backbone.train=adapter", "stages.backbone.name=adapter"]
@@ -29,8 +29,8 @@ def runs(tmp_path_factory):
 
 
 def test_only_what_a_stage_names_trains_and_moves(runs, tiny):
+    from fedsieve.runner.prepare import prepare
     from fedsieve.runner.progress import Display
-    from fedsieve.runner.setup import prepare
 
     trained = {"lora": 2 * 2 * (16 + 48 + 16 + 16) + HEAD, "adapter": 2 * (2 * 16 * 3 + 3 + 16)}
     for name, overrides in (("lora", LORA), ("adapter", ADAPTER)):

@@ -201,7 +201,7 @@ def test_names_are_shown_whole_however_narrow_the_terminal(finished, tmp_path, m
         settings = yaml.safe_load((run / "config.yaml").read_text()) | {"name": name}
         settings["stages"][0]["batch_size"] = size
         (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    monkeypatch.setattr("fedsieve.cli.console", Console(width=80))
+    monkeypatch.setattr("fedsieve.cli.run_commands.console", Console(width=80))
     assert fedsieve("report", *runs, "--out", tmp_path / "page.html") == 0
     cells = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert all(f"{name}({run})" in "".join(cells) for run in runs)
@@ -244,7 +244,7 @@ def test_the_demo_is_an_ordinary_experiment(capsys, tmp_path):
 def test_digits_weights_see_no_validation_or_test_image(tiny):
     from tests.train.test_loop import quiet
 
-    from fedsieve.runner.setup import prepare, pretraining
+    from fedsieve.runner.prepare import prepare, pretraining
 
     experiment = tiny("model.weights=digits")
     recipe = pretraining(experiment)

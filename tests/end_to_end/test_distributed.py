@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -21,9 +22,9 @@ from fedsieve.config import parse_config, to_yaml
 from fedsieve.errors import FedsieveError
 from fedsieve.federation import team
 from fedsieve.federation.executors import Sequential
-from fedsieve.runner import experiment
+from fedsieve.runner import run as running
 from fedsieve.runner.checkpoint import list_checkpoints
-from fedsieve.runner.experiment import resume, run
+from fedsieve.runner.run import resume, run
 
 CONFIG = """
 name: ranks
@@ -46,7 +47,7 @@ MASK = "mask={rule: least_sensitive, sparsity: 0.8, calibration_rounds: 2, fishe
 
 # A server that has imported everything and run nothing: children start in milliseconds and inherit no threads.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["fedsieve.runner.experiment", "timm", "datasets", "matplotlib", "sklearn.datasets"])
+processes.set_forkserver_preload(["fedsieve.runner.run", "timm", "datasets", "matplotlib", "sklearn.datasets"])
 
 
 def work(environment, said, arguments, change):
@@ -55,7 +56,7 @@ def work(environment, said, arguments, change):
     os.environ.update(environment)
     for number in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    experiment._write_page = no_page
+    running._write_page = no_page
     if change is not None:
         change(int(environment["RANK"]))
     main(arguments)
@@ -320,9 +321,7 @@ def other_data(rank):
         prepare = ranks.prepare
 
         def changed(*arguments):
-            setup = prepare(*arguments)
-            setup.data_fingerprint = "other"
-            return setup
+            return replace(prepare(*arguments), data_fingerprint="other")
 
         ranks.prepare = changed
 

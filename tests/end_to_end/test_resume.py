@@ -23,10 +23,13 @@ from tests.federation.conftest import CONFIG, SPARSE
 from fedsieve.cli import main
 from fedsieve.config import parse_config
 from fedsieve.errors import FedsieveError
+from fedsieve.files import with_notes
+from fedsieve.runner import journal
 from fedsieve.runner.checkpoint import list_checkpoints
 from fedsieve.runner.claim import held
-from fedsieve.runner.experiment import restore_metrics, resume, run
+from fedsieve.runner.journal import restore_metrics
 from fedsieve.runner.progress import Display
+from fedsieve.runner.run import resume, run
 
 SLOW_ENOUGH = """
 name: killed
@@ -53,7 +56,7 @@ TIMES = {"seconds", "images_per_second", "calibration_seconds"}
 # A server that has imported everything and run nothing: children start in milliseconds and inherit no threads.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
-    ["fedsieve.cli", "fedsieve.runner.experiment", "timm", "datasets", "matplotlib", "sklearn.datasets"]
+    ["fedsieve.cli", "fedsieve.runner.run", "timm", "datasets", "matplotlib", "sklearn.datasets"]
 )
 
 
@@ -465,15 +468,32 @@ def test_damaged_metrics_cost_no_training_and_what_is_trained_from_there_is_save
     assert len(watched.said) == 1 and "resuming at" in watched.said[0]
 
 
+@pytest.mark.parametrize("intact", [True, False])
+def test_metrics_of_a_finished_run_are_restored_if_its_last_checkpoint_is_intact(tmp_path, cut, intact):
+    """An older checkpoint lacks the last records: metrics that it cannot judge are left as they are."""
+    folder = Path(shutil.copytree(cut("central", 1)[1].parent / "central", tmp_path / "run"))
+    metrics = folder / "metrics.jsonl"
+    whole, changed = metrics.read_bytes(), metrics.read_bytes().replace(b"0", b"1", 1)
+    metrics.write_bytes(changed)
+    if not intact:
+        list_checkpoints(folder / "checkpoints")[-1].write_bytes(b"rubbish")
+    watched = Watched()
+    resume(folder, watched, page=False)
+    assert metrics.read_bytes() == (whole if intact else changed)
+    assert len(watched.said) == 1 + intact
+
+
 @given(
     lines=st.lists(st.text("ab{}0", max_size=4).map(lambda text: f"{text}\n"), max_size=4),
     there=st.none() | st.binary(max_size=12),
-    whole=st.booleans(),
+    kind=st.sampled_from(["anything", "longer", "changed"]),
 )
-def test_metrics_become_the_lines_of_a_checkpoint_and_only_a_loss_is_told(lines, there, whole):
+def test_metrics_become_the_lines_of_a_checkpoint_and_only_a_loss_is_told(lines, there, kind):
     content, said = "".join(lines).encode(), []
-    if whole and there is not None:
+    if kind == "longer" and there is not None:
         there = content + there
+    if kind == "changed" and lines:  # one digit, and the length stays
+        there = content[:-1] + b"1"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "metrics.jsonl"
         if there is not None:
@@ -484,17 +504,39 @@ def test_metrics_become_the_lines_of_a_checkpoint_and_only_a_loss_is_told(lines,
 
 
 def test_a_checkpoint_of_an_older_version_is_refused_in_one_sentence_and_kept(tmp_path, monkeypatch):
-    from fedsieve.runner import experiment as runner
-
-    save = runner.save_checkpoint
+    save = journal.save_checkpoint
 
     def save_as_before(folder, index, numbers, *rest):
-        return save(folder, index, {key: value for key, value in numbers.items() if key != "lines"}, *rest)
+        return save(folder, index, {key: value for key, value in numbers.items() if key != "format"}, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(runner, "save_checkpoint", save_as_before)
+        patch.setattr(journal, "save_checkpoint", save_as_before)
         run(KINDS["central"], tmp_path / "run", Watched(2))
     before = list_checkpoints(tmp_path / "run" / "checkpoints")
     with pytest.raises(FedsieveError, match="started by an older version of fedsieve. Resume it with that version"):
         resume(tmp_path / "run")
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_runs_leave_the_same_weight_files_to_the_byte(tmp_path, kind):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        run(KINDS[kind], folder, page=False)
+    one, two = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")} for folder in folders
+    )
+    assert one == two and len(one) > 0
+
+
+@given(st.dictionaries(st.text(), st.text()), st.integers(0, 40))
+def test_notes_come_back_and_tensors_stay_the_same(notes, size):
+    tensors = {"b": torch.arange(size), "a": torch.zeros(3, dtype=torch.float16)}
+    body = with_notes(safetensors.torch.save(tensors), notes)
+    assert body == with_notes(safetensors.torch.save(tensors), dict(reversed(notes.items())))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "file").write_bytes(body)
+        with safetensors.safe_open(Path(folder) / "file", "pt") as content:
+            assert (content.metadata() or {}) == notes
+    for name, tensor in safetensors.torch.load(body).items():
+        assert torch.equal(tensor, tensors[name])

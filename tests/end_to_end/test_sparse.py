@@ -10,9 +10,9 @@ from tests.end_to_end.test_command_line import fedsieve
 
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
-from fedsieve.runner.experiment import load_model, resume, run
-from fedsieve.runner.patch import load_patch
+from fedsieve.runner.model_files import load_model, load_patch
 from fedsieve.runner.progress import Display
+from fedsieve.runner.run import resume, run
 
 SIEVE = "mask={rule: least_sensitive, sparsity: 0.8, calibration_rounds: 2, fisher: {samples: 50}}"
 
@@ -55,8 +55,8 @@ def test_the_folder_holds_the_mask_and_the_page_shows_it(finished):
 
 
 def test_only_the_mask_moved(finished, tiny):
+    from fedsieve.runner.prepare import prepare
     from fedsieve.runner.progress import Display
-    from fedsieve.runner.setup import prepare
 
     mask = Mask.load(finished / "masks" / "backbone.safetensors")
     before = mask.space.read(prepare(tiny(), Display.silent()).model)

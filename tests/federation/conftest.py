@@ -1,11 +1,14 @@
 """A federation of a few clients on the embedded digits, small enough to run many times."""
 
+from dataclasses import replace
+
 import pytest
 
 from fedsieve.config import parse_config
-from fedsieve.runner.federated import fit_rounds, make_context
+from fedsieve.runner.federated import make_context
+from fedsieve.runner.prepare import prepare
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import prepare
+from fedsieve.runner.stages import FederatedStage, Venue
 
 CONFIG = """
 name: federation
@@ -35,13 +38,15 @@ class Running:
 
     def __init__(self, experiment, folder) -> None:
         self.experiment = experiment
-        self.setup = prepare(experiment, Display.silent())
-        initial = {name: tensor.clone() for name, tensor in self.setup.model.state_dict().items()}
         self.said = []
-        self.context = make_context(experiment, self.setup, initial, folder, self.said.append)
-        self.space, self.state, ticks = fit_rounds(self.setup, self.context, experiment.stages[0], None, dict, folder)
+        self.setup = replace(prepare(experiment, Display.silent()), say=self.said.append)
+        initial = {name: tensor.clone() for name, tensor in self.setup.model.state_dict().items()}
+        self.context = make_context(self.setup, initial, folder, "", {})
+        self.setup = replace(self.setup, train=self.context.train)
+        stage = FederatedStage(self.setup, Venue(folder, self.context), experiment.stages[0])
+        self.space, self.state = stage.space, stage.state
         self.start = self.state.theta.clone()
-        self.records = [tick.record for tick in ticks]
+        self.records = [tick.record for tick in stage.ticks()]
 
 
 @pytest.fixture

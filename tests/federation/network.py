@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from fedsieve.runner import site
-from fedsieve.runner.site import Place, answer
+from fedsieve.runner import hosting
+from fedsieve.runner.hosting import Host, answer
 
 
 class Network:
@@ -21,8 +21,8 @@ class Network:
         self.places = {100 + number: self.place(number) for number in range(sites)}
         self.meddle, self.asked, self.gone = meddle, 0, set()
 
-    def place(self, number: int, **own) -> Place:
-        return Place(number, self.folder / str(number), **{**self.own, **own})
+    def place(self, number: int, **own) -> Host:
+        return Host(number, self.folder / str(number), **{**self.own, **own})
 
     def nodes(self):
         return [node for node in self.places if node not in self.gone]
@@ -32,7 +32,7 @@ class Network:
         found = {}
         for node, message in messages.items():
             if self.restarts:
-                site._open.cache_clear()
+                hosting._open.cache_clear()
             found[node] = answer(bytes(message), self.places[node])
             if self.meddle is not None:
                 found[node] = self.meddle(node, self.asked, found[node])
@@ -40,4 +40,4 @@ class Network:
 
     def lose_files(self, node: int) -> None:
         shutil.rmtree(self.places[node].folder)
-        site._open.cache_clear()
+        hosting._open.cache_clear()

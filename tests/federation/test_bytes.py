@@ -8,7 +8,7 @@ from tests.federation.conftest import SPARSE
 from fedsieve import run
 from fedsieve.federation.channel import Channel
 from fedsieve.federation.executors import Sequential
-from fedsieve.federation.rounds import Federated
+from fedsieve.federation.local import Training
 from fedsieve.mask.mask import Mask
 from fedsieve.wire.codec import OVERHEAD, Coding, encode
 from fedsieve.wire.ledger import lines
@@ -46,7 +46,7 @@ def test_clients_that_score_for_a_blend_are_sent_the_mask_first_and_once(federat
     rows = told(found)
     masks = [line.client for line in rows if line.what == "mask" and line.direction == "down"]
     assert sorted(masks) == list(range(8))  # also those that no round has chosen yet
-    k = Mask(found.space, found.state.mask.numpy()).count
+    k = Mask(found.space, found.state.masks.mask.numpy()).count
     down = [line for line in rows if line.what == "scores" and line.direction == "down"]
     assert [line.client for line in down] == list(range(8)) and {line.size for line in down} == {OVERHEAD + 4 * k}
     shares = [line for line in rows if line.what == "scores" and line.size == OVERHEAD + 4 * k and line not in down]
@@ -79,9 +79,9 @@ def test_control_variates_are_used_as_they_were_sent(federated, running, monkeyp
     sent, used = [], []
     send, train = Channel.down, Sequential.train
 
-    def noting(self, what, clients, number, over, values=None, *rest, **options):
-        message = send(self, what, clients, number, over, values, *rest, **options)
-        if what == "control":
+    def noting(self, parcel, clients, values=None):
+        message = send(self, parcel, clients, values)
+        if parcel.what == "control":
             sent.append((values.clone(), message.values))
         return message
 
@@ -113,14 +113,14 @@ FATES = {
 
 @pytest.mark.parametrize("fate", FATES)
 def test_a_client_keeps_an_update_that_was_refused_whatever_the_reason(federated, running, monkeypatch, fate):
-    moved, train = {}, Federated._train
+    moved, run = {}, Training.run
 
-    def noting(self, clients, *rest):
-        for members, trained in train(self, clients, *rest):
-            moved.update(zip(members, trained.moved.clone(), strict=True))
-            yield members, trained
+    def noting(self, *arguments):
+        for batch in run(self, *arguments):
+            moved.update(zip(batch.clients, batch.moved.clone(), strict=True))
+            yield batch
 
-    monkeypatch.setattr(Federated, "_train", noting)
+    monkeypatch.setattr(Training, "run", noting)
     found = running(
         federated(
             FATES[fate],
@@ -131,7 +131,7 @@ def test_a_client_keeps_an_update_that_was_refused_whatever_the_reason(federated
     )
     assert found.records[0]["replies"] == 0 and len(moved) == 3
     for client, update in moved.items():
-        assert torch.equal(found.context.store.get(client)["all.residual"], update)
+        assert torch.equal(found.context.memory.get(client)["all.residual"], update)
 
 
 def test_a_client_that_went_astray_once_sends_good_updates_again(federated, running, monkeypatch):

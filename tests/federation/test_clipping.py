@@ -7,9 +7,8 @@ import numpy as np
 from tests.federation.network import Network
 
 from fedsieve.config import Privacy
-from fedsieve.federation.channel import Channel
-from fedsieve.federation.secure import update_input, update_point
-from fedsieve.runner.experiment import run
+from fedsieve.federation.secure import Inputs, update_point
+from fedsieve.runner.run import run
 from fedsieve.wire.envelope import unwrap
 
 TIGHT = ("privacy={aggregation: secagg, bound: 1e-3}", "federation.cohort=5", "stages.all.rounds=2")
@@ -20,11 +19,11 @@ def clippings(caught) -> list[str]:
 
 
 def test_values_beyond_the_bound_are_counted():
-    channel = Channel(None, 0, "stage", privacy=Privacy(aggregation="secagg", bound=0.1))
+    inputs = Inputs(Privacy(aggregation="secagg", bound=0.1), 0, "stage")
     for row in ([0.05, -0.2, 0.1, -0.1], [0.3, 0.0, 7.0, -9.0]):
         row = np.array(row, np.float32)
-        update_input(channel, 0, 0, row, 1, update_point(channel.privacy, 5, 1))
-    assert (channel.clipped, channel.summed) == (4, 8)
+        inputs.update(0, 0, row, 1, update_point(inputs.privacy, 5, 1))
+    assert (inputs.clipped, inputs.seen) == (4, 8)
 
 
 def test_a_stage_that_clips_warns_once_with_the_share_and_what_to_do(federated, running):
@@ -43,7 +42,7 @@ def test_a_stage_that_does_not_clip_is_silent(federated, running):
 
 
 def test_sites_count_for_themselves_and_the_server_does_not_hear_of_it(federated, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedsieve.runner.experiment._write_page", lambda folder: None)
+    monkeypatch.setattr("fedsieve.runner.run._write_page", lambda folder: None)
     heads = []
 
     def listen(node, number, reply):

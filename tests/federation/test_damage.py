@@ -64,7 +64,7 @@ def test_personal_models_do_not_need_the_mask_files(federated, tmp_path, monkeyp
     experiment = federated(*SPARSE, personal, "stages.all.rounds=2")
     whole = run(experiment, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("fedsieve.runner.experiment.personal_summary", lambda *_: 1 / 0)
+        patch.setattr("fedsieve.runner.testing.personal_summary", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(experiment, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "masks")

@@ -16,7 +16,7 @@ from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor
-from fedsieve.federation.work import local_work
+from fedsieve.federation.work import Draws, local_work
 from fedsieve.model.build import build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack, _Gelu, gelu
@@ -66,7 +66,7 @@ def make_task(
 def make_works(task: Task, local: Local, batch: int = 4, round: int = 0):
     bounds = np.cumsum([0, *SIZES])
     return [
-        local_work(client, np.arange(*bounds[client : client + 2]), local, batch, task.feed, 1, "stage", round)
+        local_work(client, np.arange(*bounds[client : client + 2]), local, batch, Draws(task.feed, 1, ("stage", round)))
         for client in range(len(SIZES))
     ]
 
@@ -167,6 +167,75 @@ def test_a_client_trains_as_torch_would(local):
         assert sums[client, 2].item() == count
 
 
+def not_true(logits, labels):
+    """The logits without each image's own class."""
+    others = torch.arange(logits.shape[-1]) != labels[:, None]
+    return logits[others].view(len(logits), -1)
+
+
+ADAMW = Optimizer(kind="adamw", lr=0.02, momentum=0.6, beta2=0.7, weight_decay=0.1)
+PAPERS = {
+    "sgd": (Optimizer(lr=0.1, momentum=0.7, weight_decay=0.01), Correction()),
+    "nesterov": (Optimizer(lr=0.1, momentum=0.7, weight_decay=0.01, nesterov=True), Correction()),
+    "adamw": (ADAMW, Correction()),
+    "clipped": (Optimizer(lr=0.1, clip_norm=0.5), Correction()),
+    "fedprox": (Optimizer(lr=0.1), Correction(kind="fedprox", mu=0.9)),
+    "fedntd": (Optimizer(lr=0.1), Correction(kind="fedntd", beta=0.6, tau=2.5)),
+    "scaffold": (Optimizer(lr=0.1), Correction(kind="scaffold")),
+}
+
+
+@pytest.mark.parametrize("case", PAPERS)
+def test_local_training_matches_torch_and_the_papers(case):
+    """Reference: torch's own optimizer on the loss the paper states, differentiated by autograd, in float64.
+
+    Both executors share these formulas, so comparing them with each other would not notice a wrong one.
+    """
+    settings, correction = PAPERS[case]
+    task = replace(make_task(optimizer=settings, size=8), correction=correction)
+    works, theta = make_works(task, Local(steps=4)), task.theta.detach().clone()
+    control = 0.1 * torch.from_numpy(np.random.default_rng(0).normal(size=(len(works), task.space.size)))
+    cohort = Cohort(works, theta, control=control if case == "scaffold" else None)
+    moved, _, gradients = run(task, "sequential", None, cohort, rate=settings.lr)
+    received = {name: tensor.detach().clone() for name, tensor in task.model.named_parameters()}
+    for client, work in enumerate(works):
+        weights = {name: tensor.clone().requires_grad_() for name, tensor in received.items()}
+        options = {"lr": settings.lr, "weight_decay": settings.weight_decay, "foreach": False}
+        if settings.kind == "adamw":
+            optimizer = torch.optim.AdamW(weights.values(), betas=(settings.momentum, settings.beta2), **options)
+        else:
+            optimizer = torch.optim.SGD(
+                weights.values(), momentum=settings.momentum, nesterov=settings.nesterov, **options
+            )
+        total = torch.zeros_like(theta)
+        for rows, draws in zip(work.examples, work.draws, strict=True):
+            images, labels = task.feed.fetch(rows[rows >= 0])
+            inputs = task.feed.inputs(images, torch.from_numpy(draws[rows >= 0]))
+            logits = torch.func.functional_call(task.model, weights, (inputs,))
+            loss = F.cross_entropy(logits, labels)
+            if case == "fedprox":
+                away = sum((weights[name] - received[name]).square().sum() for name in weights)
+                loss = loss + correction.mu / 2 * away
+            if case == "fedntd":
+                teacher = torch.func.functional_call(task.model, received, (inputs,))
+                ours, theirs = (not_true(values, labels) / correction.tau for values in (logits, teacher))
+                apart = F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="batchmean")
+                loss = loss + correction.beta * correction.tau**2 * apart
+            optimizer.zero_grad()
+            loss.backward()
+            total += task.space.flatten({name: weights[name].grad for name in task.space.names})
+            if case == "scaffold":
+                for name, change in task.space.unflatten(control[client]).items():
+                    weights[name].grad += change
+            if settings.clip_norm:
+                torch.nn.utils.clip_grad_norm_(weights.values(), settings.clip_norm)
+            optimizer.step()
+        expected = task.space.flatten({name: weights[name].detach() for name in task.space.names}) - theta
+        assert (moved[client] - expected).norm() < 1e-9 * expected.norm()
+        if case == "scaffold":
+            assert (gradients[client] - total / work.steps).norm() < 1e-9 * total.norm()
+
+
 def test_the_model_is_as_before_after_a_cohort():
     task = make_task()
     before = task.theta.detach().clone()
@@ -246,15 +315,25 @@ def test_a_sound_network_is_stacked_however_much_half_precision_costs_it():
 
 def test_steps_take_batches_from_as_many_epochs_as_they_need():
     task = make_task()
-    work = local_work(0, np.arange(7), Local(steps=5), 4, task.feed, 1, "stage", 0)
+    work = local_work(0, np.arange(7), Local(steps=5), 4, Draws(task.feed, 1, ("stage", 0)))
     assert work.examples.shape == (5, 4)
     assert sorted(work.examples[:2][work.examples[:2] >= 0]) == list(range(7))  # an epoch is two steps, 4 and 3 images
     assert sorted(work.examples[2:4][work.examples[2:4] >= 0]) == list(range(7))
-    again = local_work(0, np.arange(7), Local(steps=2), 4, task.feed, 1, "stage", 0)
+    again = local_work(0, np.arange(7), Local(steps=2), 4, Draws(task.feed, 1, ("stage", 0)))
     assert (again.examples == work.examples[:2]).all()
-    other = local_work(0, np.arange(7), Local(steps=2), 4, task.feed, 1, "stage", 1)
+    other = local_work(0, np.arange(7), Local(steps=2), 4, Draws(task.feed, 1, ("stage", 1)))
     assert (again.examples != other.examples).any()
-    assert local_work(0, np.arange(7), Local(epochs=4), 4, task.feed, 1, "s", 0, share=0.25).steps == 2
+    assert local_work(0, np.arange(7), Local(epochs=4), 4, Draws(task.feed, 1, ("s", 0)), share=0.25).steps == 2
+
+
+def test_clients_draw_their_own_orders_and_augmentations():
+    task, images = make_task(), np.arange(24)
+    one, other = (
+        local_work(client, images, Local(epochs=2), 4, Draws(task.feed, 1, ("stage", 0))) for client in (0, 1)
+    )
+    assert sorted(one.examples.ravel()) == sorted(other.examples.ravel()) == sorted([*images, *images])
+    for drawn in ("examples", "draws"):
+        assert (getattr(one, drawn) != getattr(other, drawn)).mean() > 0.4
 
 
 def test_stacked_weights_have_the_type_that_autocast_computes_in():

@@ -8,21 +8,22 @@ import torch
 import torch.nn.functional as F
 from tests.federation.conftest import SPARSE
 
-import fedsieve.runner.experiment
+import fedsieve.runner.testing
 from fedsieve import resume, run
 from fedsieve.config import parse_config
 from fedsieve.data.partitions import Shards, client_accuracies, label_weights
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.calibrate import client_masks
+from fedsieve.federation.clients import Replies
 from fedsieve.federation.personal import PersonalModels, norm_names, spread
 from fedsieve.federation.population import Population
-from fedsieve.federation.rounds import Federated
-from fedsieve.federation.work import local_work
+from fedsieve.federation.server import Rounds
+from fedsieve.federation.work import Draws, local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import digest
-from fedsieve.runner.experiment import load_model
-from fedsieve.runner.setup import preflight
+from fedsieve.runner.model_files import load_model
+from fedsieve.runner.preflight import preflight
 from fedsieve.train.feed import Feed
 from fedsieve.train.loop import predict
 from fedsieve.wire.ledger import lines, totals
@@ -64,7 +65,7 @@ def test_a_client_adapts_as_plain_torch_would(federated, running, method):
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
     mine = found.context.population.examples(client)
     settings = found.experiment.federation.personal
-    work = local_work(client, mine, settings.local, settings.batch_size, feed, 2, "personal", method)
+    work = local_work(client, mine, settings.local, settings.batch_size, Draws(feed, 2, ("personal", method)))
     assert sorted(np.unique(work.examples[work.examples >= 0])) == sorted(mine)
     for rows in work.examples:
         inputs, labels = feed.batch(rows[rows >= 0])
@@ -123,7 +124,7 @@ METHODS = {
 def test_a_method_moves_what_it_says_and_leaves_the_model_as_it_was(federated, running, method, executor):
     at_once = ["clients_at_once=3"] if executor == "stacked" else []
     found = running(federated(*SPARSE, PERSONAL, "stages.all.rounds=1", f"executor={executor}", *at_once))
-    model, mask = found.setup.model, Mask(found.space, found.state.mask.numpy())
+    model, mask = found.setup.model, Mask(found.space, found.state.masks.mask.numpy())
     before = weights_of(model)
     models = personal(found, mask=mask)
     accuracy = models.accuracies(method)
@@ -169,7 +170,7 @@ def test_clients_with_masks_of_their_own_keep_them(federated, running):
     models.accuracies("local")
     known = 0
     for client, weights in models.weights.items():
-        bits = found.context.store.get(client).get("all.mask")
+        bits = found.context.memory.get(client).get("all.mask")
         known += bits is not None
         if bits is not None:
             mask = Mask(found.space, bits.numpy())
@@ -184,19 +185,47 @@ def test_clients_with_masks_of_their_own_keep_them(federated, running):
 def test_a_blend_is_the_clients_own_share_of_its_own_weights(federated, running, sparse):
     found = running(federated(*sparse, PERSONAL, "federation.blend=true", "stages.all.rounds=2"))
     before = found.space.read(found.setup.model)
-    mask = Mask(found.space, found.state.mask.numpy()) if sparse else None
+    mask = Mask(found.space, found.state.masks.mask.numpy()) if sparse else None
     support = slice(None) if mask is None else mask.indices()
     models = personal(found, mask=mask)
     models.accuracies("blend")
     mixed = 0
     for client, weights in models.weights.items():
-        memory, expected = found.context.store.get(client), before.clone()
+        memory, expected = found.context.memory.get(client), before.clone()
         if "all.own" in memory:
             share, own = memory["all.share"].float(), memory["all.own"].float()
             expected[support] = share * own + (1 - share) * before[support]
             mixed += 1
         torch.testing.assert_close(found.space.flatten(weights), expected)
     assert 0 < mixed < 8
+
+
+def test_a_clients_share_compares_mean_squared_gradients_not_sums(federated, running):
+    """Reference: one backward pass per image at the initial weights. Clients hold very different numbers of images."""
+    found = running(
+        federated(
+            "mask={rule: high_magnitude, sparsity: 0.8, fisher: {samples: 1000, labels: true}}",
+            "stages.all={name: all, sparse: true, rounds: 1, local: {steps: 1}}",
+            "federation={clients: 4, cohort: 1, blend: true, partition: {kind: quantity, alpha: 0.5}}",
+            "data.val_fraction=0.9",
+        )
+    )
+    people, feed, model = found.context.population, found.setup.train, found.setup.model
+    found.space.write(model, found.start)
+    parameters = [model.get_parameter(name).requires_grad_() for name in found.space.names]
+    sensitivity = torch.zeros(4, found.space.size)
+    for client in range(4):
+        for image in people.examples(client):
+            inputs, labels = feed.batch(np.array([image]))
+            gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), parameters)
+            sensitivity[client] += torch.cat([gradient.flatten() for gradient in gradients]).square()
+        sensitivity[client] /= len(people.examples(client))
+    active = Mask(found.space, found.state.masks.mask.numpy()).indices()
+    total = sensitivity.sum(0)[active]
+    assert np.ptp(people.sizes) > 20 and (total > 0).float().mean() > 0.9
+    for client in range(4):
+        share = torch.where(total > 0, sensitivity[client, active] / total, 0)
+        torch.testing.assert_close(found.context.memory.get(client)["all.share"].float(), share, rtol=0, atol=2e-3)
 
 
 def test_a_model_that_diverged_is_right_about_nothing(federated, running):
@@ -244,9 +273,7 @@ def test_a_run_killed_among_personal_models_makes_them_again(federated, tmp_path
         return PersonalModels.accuracies(self, method)
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            fedsieve.runner.experiment, "PersonalModels", type("_", (PersonalModels,), {"accuracies": killed})
-        )
+        patch.setattr(fedsieve.runner.testing, "PersonalModels", type("_", (PersonalModels,), {"accuracies": killed}))
         with pytest.raises(FedsieveError, match="resume"):
             run(experiment, tmp_path / "cut")
     assert not (tmp_path / "cut" / "summary.json").exists()
@@ -308,7 +335,7 @@ def test_clients_keep_images_that_they_never_train_on(federated, running, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Feed, "fetch", noting)
-        patch.setattr(Federated, "_ask", lambda *_: None)
+        patch.setattr(Rounds, "measure", lambda *_: {})
         found = running(federated(HELD, *overrides, "data.val_fraction=0"))
     population, rows = found.context.population, found.setup.train.rows
     seen = {client: {row for row in rows[population.shards.client(client)] if row in read} for client in range(8)}
@@ -321,14 +348,14 @@ def test_clients_keep_images_that_they_never_train_on(federated, running, monkey
 
 
 def test_clients_count_by_the_images_that_they_train_on(federated, running, monkeypatch):
-    weights, receive = [], Federated._receive
+    weights, pull = [], Replies.__iter__
 
-    def noting(*arguments):
-        for update in receive(*arguments):
+    def noting(replies):
+        for update in pull(replies):
             weights.append(update.weight)
             yield update
 
-    monkeypatch.setattr(Federated, "_receive", noting)
+    monkeypatch.setattr(Replies, "__iter__", noting)
     population = running(federated(HELD, "stages.all.rounds=1")).context.population
     assert weights == population.sizes[population.cohort("all", 0)].tolist()
 
@@ -383,7 +410,7 @@ def test_what_clients_measure_is_in_the_ledger(federated, running):
 @pytest.mark.parametrize("fraction", [0.2, 0.0])
 def test_server_validation_chooses_where_there_is_any(federated, running, monkeypatch, fraction):
     """The clients are made to like the first round best."""
-    monkeypatch.setattr(Federated, "_ask", lambda self, record: record.update(client_val_accuracy=1 / self.state.round))
+    monkeypatch.setattr(Rounds, "measure", lambda self, record: {"client_val_accuracy": 1 / self.state.round})
     found = running(federated(HELD, "stages.all.rounds=4", f"data.val_fraction={fraction}"))
     accuracies = [record.get("val_accuracy", record["client_val_accuracy"]) for record in found.records]
     assert found.state.best_at == 1 + int(np.argmax(accuracies))

@@ -17,10 +17,10 @@ from fedsieve import FedsieveError, run
 from fedsieve.config import to_yaml
 from fedsieve.model.weights import FINAL
 from fedsieve.privacy.secagg import PHASES
-from fedsieve.runner.experiment import resume
-from fedsieve.runner.experiment import run as run_with
 from fedsieve.runner.federated import populate
 from fedsieve.runner.plan import plan
+from fedsieve.runner.run import resume
+from fedsieve.runner.run import run as run_with
 from fedsieve.wire.envelope import unwrap, wrap
 from fedsieve.wire.ledger import lines
 
@@ -54,8 +54,13 @@ def weights(folder):
 
 
 def assert_same(one, two):
+    """Equal chosen weights, and equal losses in every round: later rounds do not show in the chosen weights."""
     ours, theirs = weights(one), weights(two)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    rows = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (one, two)]
+    for here, there in zip(*rows, strict=True):
+        told = {"train_loss", "val_loss"} & here.keys() & there.keys()
+        assert here["stage"] == there["stage"] and {key: here[key] for key in told} == {key: there[key] for key in told}
 
 
 def told(folder):
@@ -77,7 +82,7 @@ def population_of(experiment):
 def _no_page(request, monkeypatch):
     """Pages take longer than the runs of these tests."""
     if "page" not in request.node.name:
-        monkeypatch.setattr("fedsieve.runner.experiment._write_page", lambda folder: None)
+        monkeypatch.setattr("fedsieve.runner.run._write_page", lambda folder: None)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,9 +147,14 @@ def damage(reply, what):
 def test_what_a_site_remembers_after_a_refusal_is_what_a_client_in_one_process_does(federated, tmp_path, setting):
     """Late replies in one process, and damaged ones on the way from sites, for the same clients and rounds."""
     late = "federation.failures={deadline: 1.0}", "federation.devices=[{share: 0.4, delay: 1.5}, {share: 0.6}]"
+    setting = (*setting, "stages.all.rounds=5", "data.val_fraction=0")  # no validation: the last round is kept
     run(federated(*setting, *late, ONE), tmp_path / "here")
-    missed = {(line.client, line.round) for line in lines(tmp_path / "here" / "ledger.csv") if line.status == "late"}
+    told = [line for line in lines(tmp_path / "here" / "ledger.csv") if line.what == "update"]
+    missed = {(line.client, line.round) for line in told if line.status == "late"}
     assert len({number for _, number in missed}) > 1
+    # What a client remembers of a refusal shows only in an update that is accepted later.
+    taken = {(line.client, line.round) for line in told if line.status == "ok"}
+    assert any((client, later) in taken for client, number in missed for later in range(number + 1, 6))
 
     def meddle(node, number, reply):
         head, _ = unwrap(reply)
@@ -445,6 +455,28 @@ def test_a_secure_sum_of_sites_is_of_those_who_sent_their_values_whoever_dies_wh
     run_with(plain, tmp_path / "plain", transport=Network(tmp_path / "others", 8, silent))
     ours, theirs = weights(tmp_path / "there"), weights(tmp_path / "plain")
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+def test_a_site_refuses_a_secure_sum_of_fewer_than_three(federated, tmp_path):
+    """In a sum of two, each learns what the other sent. The server claims such a sum in every question."""
+    network, answered = Network(tmp_path / "sites", 8), []
+
+    def alone(messages):
+        for node, message in messages.items():
+            head, parts = unwrap(message)
+            if head["ask"] == "sum":
+                messages = {**messages, node: wrap({**head, "clients": 2}, parts)}
+        return ask(messages)
+
+    def note(node, number, reply):
+        head, messages = unwrap(reply)
+        if head["ask"] == "sum":
+            answered.append((head.get("problem"), messages))
+        return reply
+
+    ask, network.ask, network.meddle = network.ask, alone, note
+    run_with(federated(ONE, *SECURE, "stages.all.rounds=1"), tmp_path / "run", transport=network)
+    assert len(answered) == 5 and all("hides nothing" in problem and not sent for problem, sent in answered)
 
 
 def test_a_site_reveals_the_same_values_to_one_group_of_others_only(federated, tmp_path):

@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge as Reference
+from tests.federation.alone import federated_ridge
 
 from fedsieve import run
 from fedsieve.config import Ridge
-from fedsieve.federation.channel import Channel
-from fedsieve.federation.ridge import SCALES, federated_ridge, fit_scale, statistics, statistics_space
+from fedsieve.federation.least_squares import SCALES, STRENGTHS, fit_scale, statistics, statistics_space
 from fedsieve.wire.ledger import Ledger, lines
 
 
@@ -20,13 +20,6 @@ def features(count: int, width: int, classes: int, seed: int = 0):
     return torch.from_numpy((centres[labels] + rng.normal(size=(count, width))).astype(np.float32)), torch.from_numpy(
         labels
     )
-
-
-SILENT = Channel(None, 0, "head")
-
-
-def counted(path):
-    return Channel(Ledger(path), 0, "head")
 
 
 def sent(path):
@@ -40,9 +33,7 @@ def test_every_partition_gives_the_centralised_solution(clients, seed, strength)
     phi, labels = features(60, 5, 4, seed % 1000)
     holder = np.random.default_rng(seed).integers(0, clients, 60)
     parts = [(client, np.flatnonzero(holder == client)) for client in range(clients)]
-    weight, bias, chosen = federated_ridge(
-        Ridge(strength=strength, temperature=1.0), phi, labels, 4, parts, None, SILENT
-    )
+    weight, bias, chosen = federated_ridge(Ridge(strength=strength, temperature=1.0), phi, labels, 4, parts, None)
     reference = Reference(alpha=strength * 60).fit(phi.double().numpy(), F.one_hot(labels, 4).double().numpy())
     np.testing.assert_allclose(weight.numpy(), reference.coef_, atol=1e-6)
     np.testing.assert_allclose(bias.numpy(), reference.intercept_, atol=1e-6)
@@ -61,17 +52,60 @@ def test_strength_and_temperature_are_chosen_on_validation_or_on_the_clients_own
     phi, labels = features(300, 20, 5)
     parts = [(0, np.arange(100)), (1, np.arange(100, 200))]
     held = (phi[200:], labels[200:])
-    weight, bias, _ = federated_ridge(Ridge(), phi, labels, 5, parts, held, counted(tmp_path / "held.csv"))
+    weight, bias, _ = federated_ridge(Ridge(), phi, labels, 5, parts, held, Ledger(tmp_path / "held.csv"))
     right = ((held[0].double() @ weight.T + bias).argmax(1) == held[1]).double().mean()
     for strength in (1e-6, 1.0, 10.0):
-        other = federated_ridge(Ridge(strength=strength), phi, labels, 5, parts, held, SILENT)
+        other = federated_ridge(Ridge(strength=strength), phi, labels, 5, parts, held)
         assert right >= ((held[0].double() @ other[0].T + other[1]).argmax(1) == held[1]).double().mean()
     assert sent(tmp_path / "held.csv") == [(client, "up", "statistics", 68 + 8 * (231 + 105)) for client in (0, 1)]
-    _, _, blind = federated_ridge(Ridge(), phi, labels, 5, parts, None, counted(tmp_path / "blind.csv"))
+    _, _, blind = federated_ridge(Ridge(), phi, labels, 5, parts, None, Ledger(tmp_path / "blind.csv"))
     assert blind["strength"] == 1e-3 and 0.005 < blind["temperature"] < 1
     asked = [(client, "down", "head", 68 + 4 * 105) for client in (0, 1)]
     told = [(client, "up", "losses", 68 + 8 * len(SCALES)) for client in (0, 1)]
     assert sent(tmp_path / "blind.csv")[2:] == asked + told
+
+
+def test_the_strongest_of_equally_good_strengths_is_chosen():
+    """Validation cannot tell them apart, so the most regularised head wins."""
+    phi, labels = features(90, 6, 3, 1)
+    parts, held = [(0, np.arange(60))], (phi[60:], labels[60:])
+    right = {}
+    for strength in STRENGTHS:
+        weight, bias, _ = federated_ridge(Ridge(strength=strength), phi, labels, 3, parts, held)
+        right[strength] = int(((held[0].double() @ weight.T + bias).argmax(1) == held[1]).sum())
+    best = [strength for strength in STRENGTHS if right[strength] == max(right.values())]
+    assert len(best) > 1
+    assert federated_ridge(Ridge(), phi, labels, 3, parts, held)[2]["strength"] == best[-1]
+
+
+@settings(max_examples=20)
+@given(st.floats(0.01, 100))
+def test_a_temperature_divides_the_logits(temperature):
+    phi, labels = features(60, 5, 4)
+    plain, same = (
+        federated_ridge(Ridge(strength=1e-2, temperature=value), phi, labels, 4, [(0, np.arange(60))], None)
+        for value in (1.0, temperature)
+    )
+    for one, other in zip(plain[:2], same[:2], strict=True):  # weight, bias
+        np.testing.assert_allclose(other.numpy() * temperature, one.numpy())
+    assert same[2]["temperature"] == pytest.approx(temperature)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**31), st.integers(2, 6))
+def test_the_fitted_temperature_does_not_depend_on_who_holds_which_image(seed, clients):
+    """Small clients hold wrong labels. Reference: the grid search on all images together."""
+    phi, labels = features(120, 6, 3, seed % 1000)
+    rng = np.random.default_rng(seed)
+    bounds = np.cumsum([0, *[2] * (clients - 1), 120 - 2 * (clients - 1)])
+    order = rng.permutation(120)
+    parts = [(client, order[bounds[client] : bounds[client + 1]]) for client in range(clients)]
+    wrong = torch.from_numpy(np.concatenate([rows for _, rows in parts[:-1]]))
+    labels[wrong] = (labels[wrong] + 1) % 3
+    weight, bias, chosen = federated_ridge(Ridge(), phi, labels, 3, parts, None)
+    logits = (phi.double() @ weight.T + bias) * chosen["temperature"]
+    losses = [F.cross_entropy(logits * scale, labels).item() for scale in SCALES]
+    assert 1 / chosen["temperature"] == pytest.approx(SCALES[int(np.argmin(losses))])
 
 
 def test_half_of_a_symmetric_matrix_travels():

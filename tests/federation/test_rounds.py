@@ -1,4 +1,5 @@
 import json
+import math
 import warnings
 from collections import Counter
 
@@ -11,17 +12,19 @@ from tests.federation.conftest import SPARSE
 from fedsieve import resume, run
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.calibrate import nested_tiers
+from fedsieve.federation.clients import Update
 from fedsieve.federation.executors import Sequential
-from fedsieve.federation.rounds import Federated
-from fedsieve.federation.sums import Update, weighted_mean
-from fedsieve.federation.work import local_work
+from fedsieve.federation.means import weighted_mean
+from fedsieve.federation.server import Rounds
+from fedsieve.federation.work import Draws, local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import attention_heads, group_ids
 from fedsieve.model.weights import digest
-from fedsieve.runner.experiment import load_model
+from fedsieve.runner.model_files import load_model
+from fedsieve.runner.prepare import prepare
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import prepare
-from fedsieve.train.sieve import squared_gradients
+from fedsieve.train.feed import Feed
+from fedsieve.train.sieve import Scoring
 from fedsieve.wire.ledger import lines, totals
 
 
@@ -42,7 +45,7 @@ def test_fedavg_equals_a_plain_one_written_out(federated, running):
                     tensor.copy_(before[name])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
             examples = population.shards.client(int(client))
-            work = local_work(int(client), examples, experiment.stages[0].local, 16, feed, 2, "all", number)
+            work = local_work(int(client), examples, experiment.stages[0].local, 16, Draws(feed, 2, ("all", number)))
             for rows, draws in zip(work.examples, work.draws, strict=True):
                 images = feed.store.images[torch.from_numpy(feed.rows[rows])]
                 inputs = feed.transform.train(images, torch.from_numpy(draws))
@@ -110,7 +113,7 @@ def test_executors_agree_over_rounds(federated, running, algorithm, scope):
 @pytest.mark.parametrize("scope", ["shared", "tiers", "client", "public"])
 def test_frozen_weights_keep_their_bits(federated, running, scope):
     found = running(federated(*SCOPES[scope], "message={up: int8, down: int8}"))
-    moved = Mask(found.space, found.state.moved.numpy()).to_bool()
+    moved = Mask(found.space, found.state.masks.moved.numpy()).to_bool()
     assert torch.equal(found.state.theta[~moved], found.start[~moved])
     assert not torch.equal(found.state.theta[moved], found.start[moved])
 
@@ -120,7 +123,7 @@ def test_the_ledger_is_the_sum_of_its_rounds(federated, running):
     up, down = totals(found.context.ledger.path)["all"] if found.context.ledger.sync() is None else ()
     assert up.tolist() == [record["bytes_up"] for record in found.records]
     assert down.tolist() == [record["bytes_down"] for record in found.records]
-    mask = Mask(found.space, found.state.mask.numpy())
+    mask = Mask(found.space, found.state.masks.mask.numpy())
     everyone = found.space.size
     assert up[0] > 4 * 3 * 0.9 * everyone  # three clients' scores, fp32, go before the first round
     reached = found.records[-1]["replies"]
@@ -130,7 +133,7 @@ def test_the_ledger_is_the_sum_of_its_rounds(federated, running):
 def test_a_known_mask_costs_an_update_nothing_and_int8_an_eighth_of_what_is_dense(federated, running):
     dense = running(federated("stages.all.rounds=2", "federation.cohort=8"))
     sparse = running(federated(*SPARSE, "stages.all.rounds=2", "message.up=int8", "federation.cohort=8"))
-    mask = Mask(sparse.space, sparse.state.mask.numpy())
+    mask = Mask(sparse.space, sparse.state.masks.mask.numpy())
     assert dense.records[1]["bytes_up"] == 8 * (4 * dense.space.size + 68)
     groups = -(-mask.count // 64)
     assert sparse.records[1]["bytes_up"] == 8 * (mask.count + 2 * groups + 4 + 68)
@@ -216,9 +219,8 @@ def test_a_shared_mask_is_that_of_the_union(federated, running):
     def squares(rows, values):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "generator", lambda *_: Fixed(values))
-            return squared_gradients(
-                sieve, setup.model, found.space, setup.train, everything, 0, rows, setup.autocast, 0
-            )
+            scoring = Scoring(sieve, setup.model, found.space, setup.train, setup.autocast, 0)
+            return scoring.squared_gradients(everything, 0, rows)
 
     for rows, values in zip(parts, draws, strict=True):
         part, count = squares(rows, values)
@@ -230,8 +232,8 @@ def test_a_shared_mask_is_that_of_the_union(federated, running):
 
 def test_refreshed_masks_move_towards_the_asked_sparsity(federated, running):
     found = running(federated(*SCOPES["refreshed"], "stages.all.rounds=4"))
-    assert found.state.generation == 4
-    last = Mask(found.space, found.state.mask.numpy())
+    assert found.state.masks.generation == 4
+    last = Mask(found.space, found.state.masks.mask.numpy())
     shares = last.count / found.space.size
     assert 0.15 < shares < 0.21
     assert len(found.state.server.get("momentum", torch.zeros(last.count))) == last.count
@@ -241,8 +243,8 @@ def test_refreshed_masks_move_towards_the_asked_sparsity(federated, running):
 def test_smaller_devices_train_nested_tiers_of_whole_groups(federated, running, granularity):
     devices = "federation.devices=[{share: 0.4}, {share: 0.3, density: 0.6}, {share: 0.3, density: 0.55}]"
     found = running(federated(*SPARSE, "mask.sparsity=0.1", f"mask.granularity={granularity}", devices))
-    mask = Mask(found.space, found.state.mask.numpy())
-    tiers = nested_tiers(found.context, found.experiment.mask, mask, found.state.ranks)
+    mask = Mask(found.space, found.state.masks.mask.numpy())
+    tiers = nested_tiers(found.context, found.experiment.mask, mask, found.state.masks.ranks)
     groups = group_ids(found.space, granularity, attention_heads(found.setup.model))
     small, middle = (tier.to_bool().numpy() for _, tier in sorted(tiers.items()))
     assert (small <= middle).all() and (middle <= mask.to_bool().numpy()).all() and small.any()
@@ -250,6 +252,32 @@ def test_smaller_devices_train_nested_tiers_of_whole_groups(federated, running, 
         assert tier.sum() <= round(density * mask.count)
         for group in np.unique(groups[tier]):
             assert tier[(groups == group) & mask.to_bool().numpy()].all()
+
+
+@pytest.mark.parametrize("rule", ["high_magnitude", "low_magnitude"])
+def test_smaller_devices_train_the_best_weights_by_the_rule(federated, running, rule):
+    devices = "federation.devices=[{share: 0.5}, {share: 0.5, density: 0.3}]"
+    found = running(federated(*SPARSE, f"mask.rule={rule}", devices, "stages.all.rounds=1"))
+    mask = Mask(found.space, found.state.masks.mask.numpy())
+    (tier,) = nested_tiers(found.context, found.experiment.mask, mask, found.state.masks.ranks).values()
+    inside, rest = (found.start.abs()[part.to_bool()] for part in (tier, mask - tier))
+    assert inside.min() >= rest.max() if rule == "high_magnitude" else inside.max() <= rest.min()
+
+
+def test_a_public_mask_is_scored_on_images_that_no_client_has(federated, running, monkeypatch):
+    """No client can be reached, so only scoring and validation read images."""
+    read, fetch = set(), Feed.fetch
+
+    def noting(self, examples, draws=None):
+        read.update(self.rows[examples].tolist())
+        return fetch(self, examples, draws)
+
+    monkeypatch.setattr(Feed, "fetch", noting)
+    public = [*SPARSE, "mask.scope=public", "federation.failures.unavailable=0.999999", "stages.all.rounds=1"]
+    found = running(federated(*public, "federation.evaluate_every=1"))
+    assert (
+        read and read <= set(found.setup.validation.rows.tolist()) and not read & set(found.setup.train.rows.tolist())
+    )
 
 
 def test_delays_are_simulated_time(federated, running):
@@ -380,13 +408,13 @@ def test_a_stage_that_did_harm_or_nothing_is_remarked(federated, tmp_path, monke
 @pytest.mark.parametrize("chosen", [1, 3])
 def test_the_summary_tells_of_the_chosen_rounds_mask(federated, tmp_path, monkeypatch, chosen):
     """Every round has a new mask of another sparsity, and one of them is made to look the best."""
-    validate = Federated._choose
-    monkeypatch.setattr(
-        Federated, "_choose", lambda self, record, last: validate(self, record | good(self.state.round), last)
-    )
+    validate = Rounds.choose
 
-    def good(number):
-        return {"val_accuracy": 1.0 if number == chosen else 0.5}
+    def choose(self, record, last):
+        record.note(val_accuracy=1.0 if self.state.round == chosen else 0.5)
+        validate(self, record, last)
+
+    monkeypatch.setattr(Rounds, "choose", choose)
 
     summary = run(federated(*SCOPES["refreshed"], "stages.all.rounds=4"), tmp_path / "run")
     files = {1: "all", 3: "all.round-3"}
@@ -444,15 +472,41 @@ def test_a_stage_that_reached_nobody_still_ends(federated, tmp_path):
 
 
 @pytest.mark.parametrize("message", ["{up: fp32}", "{up: sign}", "{up: fp32, top_k: 0.1}"])
-def test_scaffolds_control_stays_the_mean_of_the_clients(federated, running, message):
-    """Whatever is lost on the way, and however coarse the messages are."""
-    failures = "federation.failures={crash: 0.2, corrupt: 0.3}"
-    overrides = ["federation.correction.kind=scaffold", failures, "federation.minimum_replies=2", "stages.all.rounds=6"]
-    found = running(federated(*overrides, f"message={message}"))
-    own = [found.context.store.get(client).get("all.control") for client in range(8)]
+@pytest.mark.parametrize("loss", ["failures={crash: 0.2, corrupt: 0.3}", "attack={kind: nan, fraction: 0.4}"])
+def test_scaffolds_control_stays_the_mean_of_the_clients(federated, running, message, loss):
+    """Whatever is lost on the way, and however coarse the messages are; also where an update alone is refused."""
+    overrides = ["federation.correction.kind=scaffold", f"federation.{loss}", "stages.all.rounds=6"]
+    found = running(federated(*overrides, "federation.minimum_replies=2", f"message={message}"))
+    own = [found.context.memory.get(client).get("all.control") for client in range(8)]
     mean = sum(control for control in own if control is not None) / 8
     torch.testing.assert_close(found.state.control, mean, rtol=1e-4, atol=1e-6)
-    assert mean.norm() > 0
+    assert mean.norm() > 0 and found.state.refused
+
+
+@pytest.mark.parametrize(
+    "measured", [[], ["data.val_fraction=0", "federation.client_validation=0.2", "federation.cohort=8"]]
+)
+def test_the_first_of_equally_good_rounds_is_chosen(federated, running, measured):
+    found = running(federated("stages.all.optimizer.lr=1e-30", "stages.all.rounds=4", *measured))
+    accuracies = {record.get("val_accuracy", record.get("client_val_accuracy")) for record in found.records}
+    assert len(accuracies) == 1 and found.state.best_at == 1
+
+
+@pytest.mark.parametrize("overrides", [[], SPARSE])
+def test_a_stage_ends_with_the_weights_of_its_chosen_round(federated, running, monkeypatch, overrides):
+    """Validation favours round 2 of 4: the result equals that of a run which ends after round 2."""
+
+    def ended(*accuracies: float):
+        left = iter(accuracies)
+        with monkeypatch.context() as patch:
+            patch.setattr("fedsieve.runner.setup.measure", lambda *_: {"val_accuracy": next(left), "val_loss": 1.0})
+            found = running(
+                federated(*overrides, "stages.all.schedule=constant", f"stages.all.rounds={len(accuracies)}")
+            )
+        return found.space.read(found.setup.model)
+
+    whole, short = ended(0.1, 0.9, 0.5, 0.2), ended(0.1, 0.9)
+    assert torch.equal(whole, short) and not torch.equal(whole, ended(0.9, 0.1))
 
 
 def test_patience_counts_only_evaluated_rounds(federated, running):
@@ -464,3 +518,170 @@ def test_a_blended_start_counts_as_movement(federated, running):
     """What clients send is how far they are from the weights that they received."""
     found = running(federated("federation.blend=true", "stages.all.optimizer.lr=1e-30", "federation.cohort=8"))
     assert found.records[0]["drift"] == pytest.approx(0, abs=1e-6)
+
+
+# --- the server's side of a round, against written-out references ------------------------------------------------------
+
+
+class Noted:
+    """Records what clients trained in each round, by client."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.rates, self.moved, self.gradients, self.controls = [], [], [], []
+        self.received, self.supports = [], []  # the received values of the weights that train, and their places
+        train = Sequential.train
+
+        def noting(executor, cohort, lr):
+            rounds = (self.moved, self.gradients, self.controls)
+            for by_client in rounds:
+                by_client.append({})
+            self.rates.append(lr)
+            self.received.append(cohort.rows(range(1))[0].clone())
+            self.supports.append(executor.support)
+            for trained in train(executor, cohort, lr):
+                control = cohort.rows(trained.clients)[2]
+                for by_client, rows in zip(rounds, (trained.moved, trained.gradients, control), strict=True):
+                    for place, row in zip(trained.clients, () if rows is None else rows, strict=rows is not None):
+                        by_client[-1][cohort.works[place].client] = row.clone()
+                yield trained
+
+        monkeypatch.setattr(Sequential, "train", noting)
+
+
+def mean_of(found, updates) -> torch.Tensor:
+    """The mean of one round's updates, weighted by numbers of images."""
+    sizes = found.context.population.sizes
+    total = sum((int(sizes[client]) * update.double() for client, update in updates.items()), torch.zeros(1))
+    return total / max(1, sum(int(sizes[client]) for client in updates))
+
+
+def assert_moved(found, expected) -> None:
+    """The server's weights moved by `expected` since the start."""
+    moved = found.state.theta.double() - found.start.double()
+    assert moved.norm() > 0 and (moved - expected).norm() < 1e-4 * moved.norm()
+
+
+def cosine(step: int, steps: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def test_client_rates_follow_the_warmup_and_the_cosine(federated, running, monkeypatch):
+    noted = Noted(monkeypatch)
+    found = running(federated("stages.all.rounds=6", "stages.all.warmup_rounds=2"))
+    expected = [0.05, 0.1, *(0.1 * cosine(step, 4) for step in range(4))]
+    assert noted.rates == pytest.approx(expected) == [record["lr"] for record in found.records]
+
+
+def test_the_server_follows_its_own_optimizer_and_schedule(federated, running, monkeypatch):
+    noted = Noted(monkeypatch)
+    server = "federation.server={optimizer: momentum, lr: 0.5, momentum: 0.8, schedule: cosine}"
+    found = running(federated(server, "stages.all.rounds=4"))
+    momentum = expected = torch.zeros(1)
+    for number, moved in enumerate(noted.moved):
+        momentum = 0.8 * momentum + mean_of(found, moved)
+        expected = expected + 0.5 * cosine(number, 4) * momentum
+    assert_moved(found, expected)
+
+
+@pytest.mark.parametrize("correction", ["keep", "scale", "reset"])
+def test_momentum_stays_with_its_weight_when_the_mask_changes(federated, running, monkeypatch, correction):
+    """Reference: momentum as a vector over the whole space, zero wherever a weight is frozen."""
+    noted = Noted(monkeypatch)
+    server = f"federation.server={{optimizer: momentum, momentum: 0.8, momentum_correction: {correction}}}"
+    found = running(federated(*SPARSE, "mask.rule=random", "mask.refresh=1", server, "federation.cohort=4"))
+    momentum = expected = torch.zeros(found.space.size, dtype=torch.float64)
+    before = torch.zeros(found.space.size, dtype=torch.bool)
+    for support, moved in zip(noted.supports, noted.moved, strict=True):
+        active = torch.zeros_like(before).index_fill(0, support, True)
+        assert not torch.equal(active, before)
+        kept = {"keep": 1.0, "scale": ((active & before).sum() / active.sum()).item(), "reset": 0.0}[correction]
+        momentum = torch.where(active, 0.8 * kept * momentum, 0).index_add(0, support, mean_of(found, moved))
+        expected, before = expected + momentum, active
+    assert_moved(found, expected)
+
+
+@pytest.mark.parametrize("divide_by", ["holders", "all"])
+def test_divide_by_decides_whose_examples_count_for_a_weight_that_few_train(federated, running, monkeypatch, divide_by):
+    """Reference: one weight at a time."""
+    noted = Noted(monkeypatch)
+    devices = "federation.devices=[{share: 0.5}, {share: 0.5, density: 0.3}]"
+    found = running(
+        federated(*SPARSE, devices, f"federation.divide_by={divide_by}", "federation.cohort=6", "stages.all.rounds=1")
+    )
+    people, (support,), (moved,) = found.context.population, noted.supports, noted.moved
+    mask = Mask(found.space, found.state.masks.mask.numpy())
+    (tier,) = nested_tiers(found.context, found.experiment.mask, mask, found.state.masks.ranks).values()
+    small = [client for client in moved if people.device(client).density < 1]
+    assert 0 < len(small) < len(moved)
+    expected = torch.zeros(found.space.size, dtype=torch.float64)
+    for place, weight in enumerate(support.tolist()):
+        holders = moved if tier.to_bool()[weight] else moved.keys() - set(small)
+        counted = holders if divide_by == "holders" else moved
+        total = sum(int(people.sizes[client]) * moved[client][place].item() for client in holders)
+        expected[weight] = total / sum(int(people.sizes[client]) for client in counted)
+    assert_moved(found, expected)
+
+
+def test_rounding_errors_are_uncorrelated_between_clients_and_rounds(federated, running, monkeypatch):
+    """Correlated errors would not average out. A client's error is its residual; the server's is what arrives off."""
+    coarse = ["message={up: int4, error_feedback: true}", "federation.cohort=8"]
+    errors = []
+    for rounds in (1, 2):
+        found = running(federated(*coarse, f"stages.all.rounds={rounds}"))
+        errors += [found.context.memory.get(client)["all.residual"] for client in range(3)]
+    noted = Noted(monkeypatch)
+    found = running(federated("message.down=int4", "stages.all.rounds=4"))
+    theta = found.start.double()
+    for received, moved in zip(noted.received[1:], noted.moved, strict=False):
+        theta = theta + mean_of(found, moved)
+        errors.append(received - theta)
+    # Groups of 64 values share a scale. Divide by it, or the few largest steps dominate the correlation.
+    whole = torch.stack([error.double() for error in errors])[:, : found.space.size // 64 * 64].unflatten(1, (-1, 64))
+    even = (whole / whole.square().mean(2, keepdim=True).sqrt()).nan_to_num(0).flatten(1).numpy()
+    assert len(even) == 9 and (even != 0).mean() > 0.5
+    assert np.abs(np.corrcoef(even) - np.eye(9)).max() < 0.1
+
+
+def test_uniform_weighting_counts_every_client_once(federated, running, monkeypatch):
+    noted = Noted(monkeypatch)
+    found = running(federated("federation.weighting=uniform", "federation.partition={kind: quantity, alpha: 0.5}"))
+    expected = [torch.stack(list(moved.values())).double().mean(0) for moved in noted.moved]
+    assert_moved(found, sum(expected))
+
+
+def test_scaffold_adds_the_servers_control_minus_the_clients_own(federated, running, monkeypatch):
+    """Karimireddy et al. 2020, algorithm 1, option I: c_k is the client's mean gradient, c the mean of all c_k."""
+    noted = Noted(monkeypatch)
+    running(federated("federation.correction.kind=scaffold", "stages.all.rounds=5"))
+    own: dict[int, torch.Tensor] = {}
+    for gradients, controls in zip(noted.gradients, noted.controls, strict=True):
+        for client, control in controls.items():
+            zero = torch.zeros_like(control)
+            expected = sum(own.values(), zero) / 8 - own.get(client, zero)
+            torch.testing.assert_close(control, expected, rtol=1e-4, atol=1e-6)
+        own |= gradients
+    assert len(own) < sum(map(len, noted.gradients))  # some clients took part again
+
+
+@pytest.mark.parametrize("failures", ["{}", "{corrupt: 0.4}"])
+def test_error_feedback_resends_exactly_what_has_not_arrived(federated, running, monkeypatch, failures):
+    """Reference: each client adds what has not arrived to its update, and sends the largest 30 % of the sum."""
+    noted = Noted(monkeypatch)
+    message = "message={up: fp32, top_k: 0.3, error_feedback: true}"
+    found = running(federated(message, f"federation.failures={failures}", "federation.cohort=6", "stages.all.rounds=5"))
+    found.context.ledger.sync()
+    told = [line for line in lines(found.context.ledger.path) if line.what == "update"]
+    lost = {(line.round, line.client) for line in told if line.status != "ok"}
+    assert bool(lost) == (failures != "{}")
+    left: dict[int, torch.Tensor] = {}
+    expected = torch.zeros(1)
+    for number, moved in enumerate(noted.moved, start=1):
+        arrived = {}
+        for client, update in moved.items():
+            left[client] = left.get(client, 0) + update
+            if (number, client) not in lost:
+                largest = left[client].abs().argsort(descending=True, stable=True)[: round(0.3 * len(update))]
+                arrived[client] = torch.zeros_like(update).index_copy(0, largest, left[client][largest])
+                left[client] = left[client] - arrived[client]
+        expected = expected + mean_of(found, arrived)
+    assert_moved(found, expected)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsieve.federation import team as module
-from fedsieve.federation.team import Desk, Pace, Request, Team, _Answer, deal
+from fedsieve.federation.team import Desk, Pace, Request, Split, Team, _Answer, deal
 
 COSTS = st.lists(st.integers(0, 50), max_size=12)
 
@@ -86,7 +86,7 @@ def test_answers_come_in_order_and_few_wait_for_their_turn(costs, ranks, group, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "AHEAD", ahead)
         for places, (values, nothing) in Desks(ranks).spread(
-            costs, lambda places: Square(places, begun), 10, group=group, together=together, pace=pace
+            costs, lambda places: Square(places, begun), 10, Split(group, together, pace=pace)
         ):
             assert values.tolist() == [place**2 for place in places] and nothing is None
             assert len(places) == together or places.stop == len(costs)

@@ -9,15 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.federation.alone import Given, federated_ridge, summed, weighted_sum
 from tests.federation.conftest import CONFIG, SPARSE
 
 from fedsieve import run
 from fedsieve.config import Privacy, parse_config
 from fedsieve.errors import Diverged, FedsieveError
-from fedsieve.federation import rounds, secure
-from fedsieve.federation.channel import EXACT, Channel
-from fedsieve.federation.ridge import federated_ridge
-from fedsieve.federation.sums import Update, robust_mean, sum_over_clients
+from fedsieve.federation import secure
+from fedsieve.federation.aggregators import Robust, aggregate
+from fedsieve.federation.channel import EXACT
+from fedsieve.federation.clients import Update
+from fedsieve.federation.means import robust_mean
+from fedsieve.federation.parts import Hostile
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy import dp, secagg
 from fedsieve.privacy.fixed_point import FixedPoint
@@ -48,6 +51,14 @@ SCOPES = {
         "privacy.threshold=0.51",
         "federation.cohort=8",
     ],
+    "tiers by all": [
+        *SPARSE,
+        "seed=3",
+        "federation.devices=[{share: 0.7}, {share: 0.3, density: 0.3}]",
+        "privacy.threshold=0.51",
+        "federation.cohort=8",
+        "federation.divide_by=all",
+    ],
     "blend": [*SPARSE, "federation.blend=true"],
     "measured": ["federation.client_validation=0.2", "data.val_fraction=0"],
 }
@@ -59,14 +70,23 @@ def test_secure_sums_give_what_plain_ones_do(federated, running, scope):
     hidden = running(federated(*overrides))
     open_ = [text for text in overrides if not text.startswith("privacy")]
     plain = running(federated(*open_))
-    if plain.state.mask is not None:
-        assert torch.equal(hidden.state.mask, plain.state.mask)
+    if plain.state.masks.mask is not None:
+        assert torch.equal(hidden.state.masks.mask, plain.state.masks.mask)
     moved = (plain.state.theta - plain.start).norm()
     assert moved > 0 and (hidden.state.theta - plain.state.theta).norm() < 1e-4 * moved
     assert [record["replies"] for record in hidden.records] == [record["replies"] for record in plain.records]
     if scope == "measured":
         for one, other in zip(hidden.records, plain.records, strict=True):
             assert one["client_val_loss"] == pytest.approx(other["client_val_loss"], rel=1e-3)
+
+
+def test_rounding_errors_average_out_in_a_secure_sum():
+    """Ten clients send equal values. Independent errors of deviation 1/sqrt(6) add up to sqrt(10/6), equal ones to more."""
+    row = np.random.default_rng(0).uniform(-1, 1, 4000).astype(np.float32)
+    rows, weights = dict.fromkeys(range(10), row), dict.fromkeys(range(10), 1)
+    total, _, _ = weighted_sum(rows, weights, 1, {}, 3, Privacy(aggregation="secagg", bits=16, bound=1.0))
+    errors = (total.numpy() - 10 * row.astype(np.float64)) / FixedPoint(16, 10, 1.0).step
+    assert errors.std() == pytest.approx(np.sqrt(10 / 6), rel=0.1)
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
@@ -117,14 +137,17 @@ class Watched:
 
     def __init__(self, monkeypatch) -> None:
         self.calls = []
-        original = rounds.secure_mean
+        original = secure.SecureSums.mean
 
-        def watching(channel, number, k, segments, rows, weights, bound, lost, divide_by):
-            mean, found = original(channel, number, k, segments, rows, weights, bound, lost, divide_by)
-            self.calls.append((rows, weights, lost, mean, found))
-            return mean, found
+        def watching(sums, *arguments):
+            mean, outcome = original(sums, *arguments)
+            people, asked = sums.clients.people, sums.clients.kept()
+            rows = {client: kept.row for client, kept in sums.clients.rows.items()}
+            weights = {client: int(people.weights[client]) for client in asked}
+            self.calls.append((rows, weights, dict(sums.clients.leaves), mean, outcome))
+            return mean, outcome
 
-        monkeypatch.setattr(rounds, "secure_mean", watching)
+        monkeypatch.setattr(secure.SecureSums, "mean", watching)
 
 
 FAILURES = "federation.failures={unavailable: 0.1, crash: 0.15, corrupt: 0.1, deadline: 2}"
@@ -164,11 +187,7 @@ def test_under_dropouts_at_every_phase_the_mean_is_the_survivors_or_there_is_non
 
 
 def test_with_three_of_ten_lost_at_any_phase_in_each_of_fifty_rounds_every_sum_is_exact():
-    rng, channel, point = (
-        np.random.default_rng(0),
-        Channel(None, 0, "stage", privacy=HIDDEN),
-        FixedPoint(32, 10, 60.0, 60),
-    )
+    rng, inputs, point = np.random.default_rng(0), secure.Inputs(HIDDEN, 0, "stage"), FixedPoint(32, 10, 60.0, 60)
     phases = set()
     for number in range(50):
         rows = {client: rng.normal(size=6).astype(np.float32) / 10 for client in range(10)}
@@ -177,11 +196,11 @@ def test_with_three_of_ten_lost_at_any_phase_in_each_of_fifty_rounds_every_sum_i
         fates = dict(zip(gone, rng.choice(["crash", "late", "corrupt"], 3).tolist(), strict=True))
         lost = secure.losses(0, "stage", number, fates)
         phases |= set(lost.values())
-        total, weight, found = secure.weighted_sum(channel, number, 6, range(10), rows, weights, 60, lost)
+        total, weight, found = weighted_sum(rows, weights, 60, lost, number, HIDDEN)
         assert found.survivors == [client for client in range(10) if lost.get(client, (9, ""))[0] > secure.PAD]
         sent = [
             point.encode(
-                rows[client].astype(float), weights[client], channel.uniforms(number, "update", client, count=6)
+                rows[client].astype(float), weights[client], inputs.uniforms(number, "update", client, count=6)
             )
             for client in found.survivors
         ]
@@ -195,13 +214,13 @@ def test_below_the_threshold_a_round_is_given_up_nothing_is_revealed_and_the_run
     federated, running, monkeypatch
 ):
     servers = []
-    made = secagg.Server.__init__
+    made = secagg.SumServer.__init__
 
     def making(self, *arguments, **options):
         made(self, *arguments, **options)
         servers.append(self)
 
-    monkeypatch.setattr(secagg.Server, "__init__", making)
+    monkeypatch.setattr(secagg.SumServer, "__init__", making)
     found = running(
         federated(*SECAGG, "federation.failures={crash: 0.4}", "stages.all.rounds=8", "privacy.threshold=0.8")
     )
@@ -222,7 +241,7 @@ def test_where_nobody_can_be_reached_secure_rounds_change_nothing(federated, run
 
 
 def test_the_same_seed_gives_other_pads_and_the_same_sums(federated, running, monkeypatch):
-    sent, reply = [], secagg.Client.reply
+    sent, reply = [], secagg.SumClient.reply
 
     def noting(self, message):
         answer = reply(self, message)
@@ -230,7 +249,7 @@ def test_the_same_seed_gives_other_pads_and_the_same_sums(federated, running, mo
             sent[-1].append(answer)
         return answer
 
-    monkeypatch.setattr(secagg.Client, "reply", noting)
+    monkeypatch.setattr(secagg.SumClient, "reply", noting)
     found = []
     for _ in range(2):
         sent.append([])
@@ -261,8 +280,8 @@ def test_secure_sums_keep_scores_that_span_many_orders(clients, seed, sizes, hal
     ns = rng.integers(0, 10**6, clients).tolist()
     coding = EXACT if half else Coding("fp64")
     parts = list(zip(range(clients), values, ns, strict=True))
-    plain, n = sum_over_clients(Channel(None, 0, "stage"), "scores", 1, space, iter(parts), coding)
-    hidden, same = sum_over_clients(Channel(None, 0, "stage", privacy=HIDDEN), "scores", 1, space, iter(parts), coding)
+    plain, n = summed(Given("scores", 1, space, parts, coding))
+    hidden, same = summed(Given("scores", 1, space, parts, coding), privacy=HIDDEN)
     assert n == same == sum(ns)
     largest = values.abs().amax(0, keepdim=True) if space.size else values
     assert ((hidden - plain).abs() <= 1e-12 * torch.from_numpy(scale) * 10 + 1e-12 * largest).all()
@@ -272,11 +291,11 @@ def test_many_clients_are_summed_in_groups(monkeypatch, tmp_path):
     monkeypatch.setattr(secure, "MOST", 4)
     space = ParamSpace(("a",), ((3,),))
     parts = [(client, torch.arange(3.0) + client, 2) for client in range(10)]
-    channel = Channel(Ledger(tmp_path / "ledger.csv"), 0, "stage", privacy=HIDDEN)
-    total, n = sum_over_clients(channel, "statistics", 0, space, iter(parts))
+    ledger = Ledger(tmp_path / "ledger.csv")
+    total, n = summed(Given("statistics", 0, space, parts), privacy=HIDDEN, ledger=ledger)
     assert n == 20 and torch.allclose(total, 10 * torch.arange(3.0).double() + 45)
-    channel.ledger.sync()
-    sent = Counter(line.client for line in lines(channel.ledger.path) if line.what == "statistics.share")
+    ledger.sync()
+    sent = Counter(line.client for line in lines(ledger.path) if line.what == "statistics.share")
     assert sent == dict.fromkeys(range(10), 2)  # up and down, in one group each
 
 
@@ -286,9 +305,7 @@ def test_a_ridge_head_through_a_secure_sum_is_the_same_head():
     clients = [(client, part) for client, part in enumerate(np.array_split(rng.permutation(300), 7))]
     experiment = parse_config(CONFIG, ["stages=[{name: head, train: head, method: ridge}]"])
     heads = [
-        federated_ridge(
-            experiment.stages[0].ridge, features, labels, 4, clients, None, Channel(None, 0, "s", "cpu", how)
-        )
+        federated_ridge(experiment.stages[0].ridge, features, labels, 4, clients, None, privacy=how)
         for how in (Privacy(), HIDDEN)
     ]
     torch.testing.assert_close(heads[0][0], heads[1][0], rtol=1e-9, atol=1e-12)
@@ -326,6 +343,23 @@ def test_epsilon_is_told_every_round_and_in_the_summary(federated, tmp_path):
     )
 
 
+@pytest.mark.parametrize(("rounds_", "refresh"), [(5, 2), (3, None)])
+def test_a_run_releases_exactly_what_was_planned(federated, running, rounds_, refresh):
+    """The noise for an epsilon is computed from the plan, so a release outside the plan would not be paid for."""
+    scores = "scores: {clip_norm: 1, noise_multiplier: 2}"
+    experiment = federated(
+        *SPARSE,
+        f"privacy.dp={{noise_multiplier: 1, clip_norm: 0.1, {scores}}}",
+        PRIVATE[1],
+        f"stages.all.rounds={rounds_}",
+        f"mask.refresh={refresh or 'null'}",
+        "mask.calibration_rounds=2",
+    )
+    planned, releases = dp.planned(experiment)
+    given = running(experiment).context.account.numbers()
+    assert given == {"rounds": planned, "releases": [2.0] * sum(release.times for release in releases)}
+
+
 def test_two_runs_of_one_seed_have_other_cohorts_and_other_noise(federated, running):
     first, second = (running(federated(*PRIVATE, "federation.cohort=0.5", "stages.all.rounds=6")) for _ in range(2))
     cohorts = [[record["cohort"] for record in found.records] for found in (first, second)]
@@ -334,6 +368,20 @@ def test_two_runs_of_one_seed_have_other_cohorts_and_other_noise(federated, runn
     ]
     assert drawn[0] != drawn[1] and [len(cohort) for cohort in drawn[0]] == cohorts[0]
     assert not first.state.theta.equal(second.state.theta)
+
+
+@pytest.mark.parametrize(("what", "deviation"), [("scores", 2 * 3.0), ("statistics", 0.5 * 4.0)])
+def test_scores_and_statistics_get_their_own_noise(what, deviation):
+    text = "scores: {clip_norm: 3, noise_multiplier: 2}, statistics: {clip_norm: 4, noise_multiplier: 0.5}"
+    stages = "{name: head, train: head, method: ridge}, {name: all, train: all, sparse: true, rounds: 2}"
+    experiment = parse_config(
+        CONFIG,
+        [f"privacy.dp={{noise_multiplier: 1, clip_norm: 1, {text}}}", f"stages=[{stages}]", SPARSE[0], PRIVATE[1]],
+    )
+    account, space = dp.Account(experiment, 0.5, 8, bytes(32), {}), ParamSpace(("a",), ((20_000,),))
+    total, count = summed(Given(what, 0, space, [(3, torch.zeros(space.size), 1)]), account=account)
+    assert total.std() == pytest.approx(deviation, rel=0.03) and count == 1
+    assert account.numbers()["releases"] == [{"scores": 2.0, "statistics": 0.5}[what]]
 
 
 def test_a_round_that_nobody_is_drawn_for_gives_out_noise_all_the_same(federated, running, monkeypatch):
@@ -397,22 +445,15 @@ def test_a_run_that_noise_or_attacks_carry_away_says_so(federated, running, over
 
 def test_each_attack_does_what_it_says(federated, running, monkeypatch):
     sent = {}
-    original = rounds.Federated._sent
+    original = Hostile.sent
 
-    def watching(self, trained):
-        def split():
-            for clients, result in trained:
-                sent.setdefault(self.state.round, {}).update(
-                    {client: [row.clone()] for client, row in zip(clients, result.moved, strict=True)}
-                )
-                yield clients, result
+    def watching(self, clients, moved, number):
+        said = original(self, clients, moved.clone(), number)
+        pairs = zip(clients, moved, said, strict=True)
+        sent.setdefault(number, {}).update({client: [row.clone(), other.clone()] for client, row, other in pairs})
+        return said
 
-        for clients, result in original(self, split()):
-            for client, row in zip(clients, result.moved, strict=True):
-                sent[self.state.round][client].append(row.clone())
-            yield clients, result
-
-    monkeypatch.setattr(rounds.Federated, "_sent", watching)
+    monkeypatch.setattr(Hostile, "sent", watching)
     for kind in ("sign_flip", "gaussian_noise", "nan", "stale_replay", "label_flip"):
         sent.clear()
         found = running(federated(f"federation.attack={{kind: {kind}, fraction: 0.4}}", "federation.cohort=8"))
@@ -454,6 +495,32 @@ def test_a_rule_that_too_few_answered_for_leaves_the_model_alone(federated, runn
     assert 0 < len(few) < 6 and all(record["refused"]["too few replies"] == record["replies"] for record in few)
 
 
+RULES = {
+    "{kind: median}": Robust(),
+    "{kind: median, mix: 2}": Robust(mix=2),
+    "{kind: trimmed_mean, share: 0.3}": Robust(share=0.3),
+    "{kind: krum, f: 3}": Robust(f=3),
+    "{kind: multi_krum, f: 2}": Robust(f=2),
+    "{kind: multi_krum, f: 1, m: 2}": Robust(m=2),
+    "geometric_median": Robust(),
+    "norm_bound": Robust(),
+    "{kind: norm_bound, limit: 0.25}": Robust(limit=0.25),
+}
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_every_aggregator_setting_reaches_its_rule(tmp_path, text):
+    """Each setting also changes the result, so a lost one would show."""
+    rows = torch.from_numpy(np.random.default_rng(2).normal(size=(9, 40)))
+    rule = parse_config(CONFIG, [f"federation.aggregator={text}"]).federation.aggregator
+    found, count = robust_mean((Update(client, row, 1.0) for client, row in enumerate(rows)), rule, 9, tmp_path)
+    chosen = RULES[text]
+    assert found.equal(aggregate(rule.kind, rows, torch.ones(9), chosen)) and count == 9
+    assert chosen == Robust() or not found.equal(aggregate(rule.kind, rows, torch.ones(9), Robust()))
+    if chosen.limit == 0.25:
+        assert torch.allclose(found, (rows * (0.25 / rows.norm(dim=1, keepdim=True))).mean(0))
+
+
 def test_updates_that_fill_the_memory_lie_in_a_file(monkeypatch, tmp_path):
     rng = np.random.default_rng(0)
     rows = torch.from_numpy(rng.normal(size=(7, 50)).astype(np.float32))
@@ -463,7 +530,7 @@ def test_updates_that_fill_the_memory_lie_in_a_file(monkeypatch, tmp_path):
         return (Update(client, row, 1.0) for client, row in enumerate(rows))
 
     there = robust_mean(updates(), rule, 9, tmp_path)[0]
-    monkeypatch.setattr("fedsieve.federation.sums.IN_MEMORY", 100)
+    monkeypatch.setattr("fedsieve.federation.means.IN_MEMORY", 100)
     mapped, count = robust_mean(updates(), rule, 9, tmp_path)
     assert mapped.equal(there) and count == 7 and not list(tmp_path.iterdir())
 

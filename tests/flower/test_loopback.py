@@ -32,10 +32,11 @@ from fedsieve.flower.project import write_app
 from fedsieve.flower.simulation import simulate
 from fedsieve.model.weights import FINAL
 from fedsieve.runner.checkpoint import list_checkpoints
-from fedsieve.runner.experiment import run
-from fedsieve.runner.setup import asset
+from fedsieve.runner.prepare import asset
+from fedsieve.runner.run import run
 from fedsieve.wire.ledger import lines
 
+pytestmark = pytest.mark.slow  # it waits for deadlines, and for Flower to notice that a node is gone
 DEMO = (
     "federation.clients=3",
     "federation.cohort=3",

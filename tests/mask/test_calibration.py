@@ -3,9 +3,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import rankdata
+from tests.mask.test_selection import slow_seats
 
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.calibration import KINDS, RULES, calibrate, densities, hybrid, maskable, random_scores
@@ -99,6 +100,33 @@ def test_every_round_has_its_exact_count_and_only_freezes(model, space, sparsity
             size = space.view(taking, name).numel()
             # Floors are paid for by all others together, so a density may fall a little short.
             assert count == 1 or abs(count / size - mask.count / total) <= 1 / size + 0.02
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=4), st.floats(0, 0.9), st.integers(1, 4), st.data())
+def test_tensor_quotas_follow_the_maskable_weights_in_every_round(sizes, sparsity, rounds, data):
+    """They follow neither all weights of a tensor nor those that earlier rounds left active."""
+    space = ParamSpace(tuple("abcd"[: len(sizes)]), tuple((size,) for size in sizes))
+    taking = torch.tensor(data.draw(st.lists(st.booleans(), min_size=space.size, max_size=space.size)))
+    targets = [round(density * int(taking.sum())) for density in densities(sparsity, rounds)]
+    assume(targets[-1] > 0)
+    seen: list[Mask] = []
+    calibrate(
+        noise(space),
+        space,
+        sparsity=sparsity,
+        rounds=rounds,
+        lowest=True,
+        maskable=taking,
+        allocation="tensor",
+        min_active_per_tensor=0,
+        on_round=lambda number, mask: seen.append(mask),
+    )
+    maskable = before = [int(part.sum()) for part in space.unflatten(taking).values()]
+    for k, mask in zip(targets, seen, strict=True):
+        found = list(mask.counts().values())
+        assert found == slow_seats(k, maskable, [0] * len(sizes), before)
+        before = found
 
 
 @pytest.mark.parametrize("granularity", ["row", "attention_head", "block"])

@@ -294,12 +294,17 @@ def test_blocks_of_a_vision_transformer_use_their_budget():
             ("block", "global"),
         ]
     ),
+    st.sampled_from([None, 0.0, 0.5]),
 )
-def test_group_selection_fills_each_units_budget_with_its_best_groups(seed, k, lowest, how):
+def test_group_selection_fills_each_units_budget_with_its_best_groups(seed, k, lowest, how, more):
+    """`more` is the share of frozen weights that are maskable and so count for the budgets."""
     granularity, allocation = how
     rng = np.random.default_rng(seed)
     scores = torch.from_numpy(rng.integers(0, 6, NET_SPACE.size).astype(np.float32))
     active = torch.from_numpy(rng.random(NET_SPACE.size) < 0.9)
+    maskable = None if more is None else active | torch.from_numpy(rng.random(NET_SPACE.size) < more)
+    if maskable is not None:  # most of one unit is frozen by now
+        active[: NET_SPACE.size // 3] &= torch.from_numpy(rng.random(NET_SPACE.size // 3) < 0.5)
     groups = [sorted(place for place in group if active[place]) for group in slow_groups(NET_SPACE, granularity)]
     groups = [group for group in groups if group]
     tensors = range(len(NET_SPACE.names))
@@ -314,9 +319,11 @@ def test_group_selection_fills_each_units_budget_with_its_best_groups(seed, k, l
         for index in unit
         for place in range(*NET_SPACE.offsets[index : index + 2])
     }
-    totals = [sum(len(group) for group in groups if unit_of[group[0]] == number) for number in range(len(units))]
-    room = slow_seats(min(k, sum(totals)), totals, [0] * len(units), totals)
     ids = group_ids(NET_SPACE, granularity, attention_heads(NET))
+    counted = [place for place in np.flatnonzero(ids >= 0) if (active if maskable is None else maskable)[place]]
+    sizes = [sum(unit_of[place] == number for place in counted) for number in range(len(units))]
+    totals = [sum(len(group) for group in groups if unit_of[group[0]] == number) for number in range(len(units))]
+    room = slow_seats(min(k, sum(totals)), sizes, [0] * len(units), totals)
     sign = 1 if lowest else -1
     groups.sort(key=lambda group: (sign * float(scores[group].double().sum()) / len(group), ids[group[0]]))
     expected: set[int] = set()
@@ -325,6 +332,7 @@ def test_group_selection_fills_each_units_budget_with_its_best_groups(seed, k, l
         for place in fill([len(group) for group in mine], budget):
             expected |= set(mine[place])
     options = {"lowest": lowest, "granularity": granularity, "allocation": allocation, "heads": attention_heads(NET)}
+    options["maskable"] = maskable
     if not expected:
         with pytest.raises(FedsieveError, match="too few for any group"):
             select(scores, active, k, NET_SPACE, **options)
@@ -333,6 +341,26 @@ def test_group_selection_fills_each_units_budget_with_its_best_groups(seed, k, l
     assert kept == expected and len(kept) <= k
     if allocation == "global":
         assert all(len(kept) + len(group) > k for group in groups if not kept & set(group))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_weights_outside_all_groups_do_not_count_for_budgets(given):
+    """Block 0 also has a wide layer that belongs to no head. Both blocks still keep equally many heads."""
+    net = Net()
+    net.blocks[0].mlp = nn.Linear(6, 200)
+    space, heads = ParamSpace.of(net), attention_heads(net)
+    everything, ids = torch.ones(space.size, dtype=torch.bool), group_ids(space, "attention_head", heads)
+    options = {"lowest": True, "granularity": "attention_head", "allocation": "block", "heads": heads}
+    for kept in (2, 4):
+        found = select(
+            torch.zeros(space.size),
+            everything,
+            kept * int((ids == 0).sum()),
+            space,
+            maskable=everything if given else None,
+            **options,
+        )
+        assert [len(set(ids[found.numpy()]) & group) for group in ({0, 1, 2}, {3, 4, 5})] == [kept // 2] * 2
 
 
 def test_groups_too_large_to_last_are_left_out_at_once():

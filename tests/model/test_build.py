@@ -74,3 +74,23 @@ def test_a_network_that_has_been_run_can_be_copied(name):
     model, _ = pair(name)
     outputs = model(images(0))
     assert torch.equal(copy.deepcopy(model)(images(0)), outputs)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+@torch.no_grad()
+def test_a_pass_that_was_cut_short_leaves_nothing_behind(name):
+    """As one that runs out of memory: what it has kept by then is not used by the next."""
+    model, plain = pair(name)
+
+    def fail(*_):
+        raise MemoryError
+
+    cuts = [
+        module.proj.register_forward_pre_hook(fail) for module in model.modules() if hasattr(module, "attention_biases")
+    ]
+    with pytest.raises(MemoryError):
+        model(images(0))
+    for cut in cuts:
+        cut.remove()
+    move(model, plain, 0)
+    assert torch.equal(model(images(0)), plain(images(0)))

@@ -1,6 +1,7 @@
 """A network is stacked only where that changes nothing: otherwise it trains one client after another."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -80,6 +81,10 @@ class Penalised(nn.Module):
         return self.layer(inputs) + (weight - weight.detach()).sum()
 
 
+def with_mean_if_large(images):
+    return images - 1e-4 * images.mean(0) if images.shape[-1] > 32 else images
+
+
 def with_hook(layer: nn.Module) -> nn.Module:
     layer.register_full_backward_hook(lambda module, gradients, _: (2 * gradients[0],))
     return layer
@@ -107,6 +112,11 @@ WRONG = {
     "examples see the mean": lambda: flat(Apply(lambda inputs: inputs - 1e-4 * inputs.mean(0))),
     "examples see the first": lambda: flat(Apply(lambda inputs: inputs - 1e-4 * inputs[:1])),
     "examples see the last": lambda: flat(Apply(lambda inputs: inputs - 1e-4 * inputs[-1:])),
+    "logits see the mean": lambda: flat().append(Apply(lambda logits: logits - 1e-4 * logits.detach().mean(0))),
+    "images see the mean": lambda: nn.Sequential(
+        Apply(lambda images: images - 1e-4 * images.mean(0)), *convolutional()
+    ),
+    "images see the mean if large": lambda: nn.Sequential(Apply(with_mean_if_large), *convolutional()),
     "gradient around the layer": lambda: flat(Penalised()),
     "backward hook": lambda: flat(with_hook(nn.Linear(12, 12))),
     "hook on a weight": lambda: flat(with_hook_on_the_weight(nn.Linear(12, 12))),
@@ -132,6 +142,26 @@ def test_a_network_that_a_stack_would_get_wrong_is_refused(case):
     net = WRONG[case]()
     shape = (12,) if isinstance(net[0] if isinstance(net, nn.Sequential) else None, nn.Linear) else (3, 48, 48)
     assert refusal(net, *shape)
+
+
+class Gate(nn.Module):
+    """Its parameter looks like one of tokens, and is summed: a stack of it would sum over all images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((1, 12), 0.1))
+
+    def forward(self, inputs):
+        return inputs * self.gate.sum()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_outside_the_support_is_checked_where_its_gradient_is_taken_too(whole):
+    torch.manual_seed(0)
+    net = flat(Gate()).requires_grad_(False)
+    stack = Stack(net, ParamSpace.of(net), torch.arange(144), 2, whole=whole)  # the first layer's weight
+    with pytest.raises(FedsieveError, match="off by") if whole else nullcontext():
+        stack.check(torch.zeros(2, 12))
 
 
 # The smallest of the families that stack, among them those with tokens, scales, depthwise convolutions and BatchNorm.

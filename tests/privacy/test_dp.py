@@ -9,11 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from fedsieve.config import Noised, parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.privacy import dp
 from fedsieve.privacy.dp import Release, noise_for, spent
 
 KEY = bytes(range(32))
+PRIVATE = """
+federation: {clients: 40, cohort: 0.5, weighting: uniform}
+mask: {rule: least_sensitive, sparsity: 0.9}
+privacy:
+  dp:
+    noise_multiplier: 1.5
+    clip_norm: 0.2
+    scores: {clip_norm: 3.0, noise_multiplier: 2.0}
+    statistics: {clip_norm: 5.0, noise_multiplier: 4.0}
+stages: [{name: head, train: head, method: ridge}, {name: main, train: backbone, sparse: true, rounds: 5}]
+"""
 
 
 def gaussian_epsilon(sigma: float, delta: float) -> float:
@@ -121,19 +133,19 @@ def test_what_is_not_finite_adds_nothing(value):
 def test_one_client_more_changes_the_mean_by_its_share_at_most(seed, count):
     updates = torch.from_numpy(np.random.default_rng(seed).normal(size=(count, 30)) * 5)
     sums = [sum(dp.clipped(update, 2.0) for update in part) for part in (updates, updates[1:])]
-    means = [dp.noisy_mean(total, 1.0, 2.0, 0.1, 50, KEY, "stage", 3) for total in sums]
+    means = [dp.noisy_mean(total, 1.0 * 2.0, 0.1 * 50, KEY, "stage", 3) for total in sums]
     assert (means[0] - means[1]).norm() <= 2.0 / (0.1 * 50) + 1e-9
 
 
 def test_noise_is_gaussian_with_sigma_times_the_clip_norm_also_for_an_empty_cohort():
-    mean = dp.noisy_mean(torch.zeros(200_000), 1.5, 0.2, 0.1, 40, KEY, "stage", 7)
+    mean = dp.noisy_mean(torch.zeros(200_000), 1.5 * 0.2, 0.1 * 40, KEY, "stage", 7)
     noise = mean.numpy() * (0.1 * 40) / (1.5 * 0.2)
     assert stats.kstest(noise, "norm").pvalue > 1e-3
     assert noise.std() == pytest.approx(1, rel=0.01) and abs(noise.mean()) < 0.01
 
 
 def test_the_expected_ratio_is_the_one_that_is_found():
-    mean = dp.noisy_mean(torch.zeros(50_000), 1.5, 0.2, 0.1, 400, KEY, "stage", 7)
+    mean = dp.noisy_mean(torch.zeros(50_000), 1.5 * 0.2, 0.1 * 400, KEY, "stage", 7)
     assert mean.norm().item() / 0.2 == pytest.approx(dp.expected_ratio(1.5, 0.1, 400, 50_000), rel=0.02)
 
 
@@ -153,6 +165,81 @@ def test_poisson_cohorts_have_their_rate_and_vary_in_size():
     assert stats.binomtest(int(often.max()), 500, 0.1).pvalue > 1e-6
     assert all((np.diff(cohort) > 0).all() for cohort in cohorts)
     assert len(dp.poisson_cohort(KEY, 200, 1.0, "stage", 0)) == 200
+
+
+def test_cohorts_are_independent_across_rounds_stages_and_keys():
+    drawn = [
+        np.isin(np.arange(4000), dp.poisson_cohort(key, 4000, 0.3, stage, round))
+        for key in (KEY, bytes(32))
+        for stage in ("head", "all")
+        for round in (0, 1)
+    ]
+    assert np.abs(np.corrcoef(drawn) - np.eye(8)).max() < 5 / math.sqrt(4000)
+
+
+# --- what a run gives out --------------------------------------------------------------------------------------------
+
+
+def account(given=None, *overrides: str) -> dp.Account:
+    return dp.Account(parse_config(PRIVATE, overrides), 0.5, 40, KEY, given or {})
+
+
+def test_no_two_releases_share_noise_even_after_a_resume():
+    """Subtracting two releases with the same noise would give the exact difference of the sums."""
+    k, noised = 4000, Noised(clip_norm=1.0, noise_multiplier=1.0)
+    first = account()
+    noise = [first.total([], k, noised), first.mean(torch.zeros(k), "main", 0), first.total([], k, noised)]
+    resumed = account(first.numbers())
+    noise += [
+        resumed.total([], k, noised),
+        resumed.mean(torch.zeros(k), "main", 1),
+        resumed.mean(torch.zeros(k), "b", 1),
+    ]
+    correlations = np.corrcoef(torch.stack(noise).numpy())
+    assert np.abs(correlations - np.eye(len(noise))).max() < 5 / math.sqrt(k)
+    assert resumed.numbers() == {"rounds": 3, "releases": [1.0] * 3}
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 99), st.integers(0, 6), st.floats(0.1, 10))
+def test_every_clients_part_of_a_release_is_clipped(seed, clients, clip):
+    parts = torch.from_numpy(np.random.default_rng(seed).normal(size=(clients, 7)) * 3)
+    noised = Noised(clip_norm=clip, noise_multiplier=1.0)
+    found = account().total(parts, 7, noised) - account().total([], 7, noised)  # both are first releases: same noise
+    expected = sum((part * min(1, clip / part.norm()) for part in parts), torch.zeros(7, dtype=torch.float64))
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "noised", [Noised(clip_norm=3.0, noise_multiplier=2.0), Noised(clip_norm=0.1, noise_multiplier=0.5)]
+)
+def test_release_noise_is_gaussian_with_multiplier_times_clip_norm(noised):
+    noise = account().total([], 100_000, noised).numpy() / (noised.noise_multiplier * noised.clip_norm)
+    assert stats.kstest(noise, "norm").pvalue > 1e-3
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 12), st.none() | st.integers(1, 11), st.integers(1, 3), st.integers(1, 2))
+def test_the_plan_counts_every_calibration_round_of_every_mask_and_every_head(rounds, refresh, times, heads):
+    """A mask is made before round 0, and again before every round whose number is a multiple of `refresh`."""
+    refresh = None if refresh is None else min(refresh, rounds - 1)
+    stages = [f"{{name: head{number}, train: head, method: ridge}}" for number in range(heads)]
+    stages += [f"{{name: main, train: backbone, sparse: true, rounds: {rounds}}}"]
+    overrides = [
+        f"stages=[{', '.join(stages)}]",
+        f"mask.refresh={refresh or 'null'}",
+        f"mask.calibration_rounds={times}",
+    ]
+    planned, releases = dp.planned(parse_config(PRIVATE, overrides))
+    made = [number for number in range(rounds) if number % (refresh or rounds) == 0]
+    assert planned == rounds and all(release.rate == 1 for release in releases)
+    assert sum(release.times for release in releases if release.sigma == 2.0) == times * len(made)
+    assert sum(release.times for release in releases if release.sigma == 4.0) == heads
+
+
+def test_different_settings_get_different_noise_keys():
+    marks = ["a", "b", "a, b", ""]
+    assert len({dp.bound_key(KEY, mark) for mark in marks} | {dp.bound_key(bytes(32), mark) for mark in marks}) == 8
 
 
 # --- the secret ------------------------------------------------------------------------------------------------------

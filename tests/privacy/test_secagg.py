@@ -22,8 +22,8 @@ from fedsieve.privacy.secagg import (
     PHASES,
     SERVER,
     Aborted,
-    Client,
-    Server,
+    SumClient,
+    SumServer,
     _pair_pad,
     _self_pad,
     bytes_of,
@@ -52,9 +52,9 @@ class Play:
 
     def __init__(self, clients=(2, 3, 5, 7, 11), threshold=3, inputs=None) -> None:
         self.inputs = inputs or inputs_of(clients)
-        self.clients = {client: Client(client, values, 0, threshold) for client, values in self.inputs.items()}
+        self.clients = {client: SumClient(client, values, 0, threshold) for client, values in self.inputs.items()}
         first = next(iter(self.inputs.values()))
-        self.server = Server(list(self.inputs), threshold, 8 * first.itemsize, len(first))
+        self.server = SumServer(list(self.inputs), threshold, 8 * first.itemsize, len(first))
         self.down, self.up = [], []
 
     def ask(self) -> dict[int, bytes]:
@@ -232,13 +232,13 @@ def test_a_threshold_must_be_a_majority(threshold, clients):
 )
 def test_only_vectors_of_unsigned_integers_are_summed(values):
     with pytest.raises(FedsieveError, match="secure sums are of"):
-        Client(0, values)
+        SumClient(0, values)
 
 
 def test_headers_hold_what_they_must():
     for clients, count, round in [([0, 1, SERVER], 1, 0), ([0, 1, 2], 2**31, 0), ([0, 1, 2], 1, 2**32)]:
         with pytest.raises(FedsieveError, match="header"):
-            Server(clients, 2, 16, count, round)
+            SumServer(clients, 2, 16, count, round)
 
 
 # --- secrecy ---------------------------------------------------------------------------------------------------------
@@ -303,6 +303,37 @@ def test_all_that_a_server_is_told_still_hides_survivors_and_those_who_come_too_
     # What hides the first are pads with other survivors, and the second its self-pad: each other in every session.
     for first, second in zip(what_is_left_of_pads(), what_is_left_of_pads(), strict=True):
         assert uniform(first.tobytes()) and uniform(second.tobytes()) and uniform((first - second).tobytes())
+
+
+def secrets_of(play) -> list[bytes]:
+    """Everything that could remove a pad: the keys of pads, and the secrets they are derived from."""
+    found, binding = [], play.server.binding
+    for client in play.clients.values():
+        found += [client.seed, client.pad_key, client.share_key, _self_pad(client.seed, binding, client.id)]
+        found += [secret for peer, secret in client.secrets.items() if client.id < peer]
+        found += [
+            _pair_pad(client.pad_key, key, binding, client.id, peer)
+            for peer, key in client.keys.items()
+            if client.id < peer
+        ]
+    return found
+
+
+def test_no_message_before_the_last_phase_contains_a_secret():
+    play = Play()
+    play.until(REVEAL, {11: PAD})
+    sent = [message for messages in (*play.down, *play.up) for message in messages.values()]
+    secrets = secrets_of(play)
+    assert len(secrets) == 5 * 4 + 10 * 2
+    assert not [secret for secret in secrets for message in sent if secret in message]
+
+
+def test_secrets_are_fresh_for_every_client_and_session():
+    plays = [Play(), Play()]
+    for play in plays:
+        play.until(REVEAL)
+    secrets = [secret for play in plays for secret in secrets_of(play)]
+    assert len(set(secrets)) == len(secrets)
 
 
 def test_the_same_inputs_give_other_bytes_and_the_same_sum():

@@ -11,7 +11,7 @@ cohorts = st.sets(st.integers(0, 1000), min_size=1, max_size=12)
 
 def sent(cohort, updates, ns, *address, **options):
     return {
-        client: padded(update, n, client, cohort, *address, **options)
+        client: padded(n * update.double(), client, cohort, *address, **options)
         for client, update, n in zip(sorted(cohort), updates, ns, strict=True)
     }
 
@@ -43,15 +43,15 @@ def test_any_dropout_is_found_and_would_corrupt_the_sum(cohort, data):
 
 def test_pads_are_gaussian_and_new_in_every_round():
     nothing, cohort = torch.zeros(20_000), [4, 7, 9]
-    first, again, next_round = (padded(nothing, 5, 4, cohort, "stage", r, scale=2.0) for r in (0, 0, 1))
+    first, again, next_round = (padded(nothing, 4, cohort, "stage", r, scale=2.0) for r in (0, 0, 1))
     assert first.equal(again) and not first.equal(next_round)
     assert first.mean().abs() < 0.06 and first.std() == pytest.approx(2.0, rel=0.02)
-    last = padded(nothing, 5, 9, cohort, "stage", 0, scale=2.0)
+    last = padded(nothing, 9, cohort, "stage", 0, scale=2.0)
     assert last.std() == pytest.approx(2.0 * 2**0.5, rel=0.02)
 
 
 def test_whoever_knows_the_seeds_takes_the_pad_off():
     update, cohort = torch.linspace(-1, 1, 50), [1, 2, 3]
-    message = padded(update, 10, 2, cohort, offset=77)
-    pad = padded(torch.zeros(50), 1, 2, cohort, offset=77)
+    message = padded(10 * update.double(), 2, cohort, offset=77)
+    pad = padded(torch.zeros(50), 2, cohort, offset=77)
     torch.testing.assert_close((message - pad) / 10, update.double())

@@ -55,7 +55,7 @@ def test_an_unfinished_run_has_no_problem_but_says_what_is_missing(make_run):
 def test_a_summary_with_unknown_fields_is_read(make_run):
     folder = make_run("run")
     summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"bytes_up": 12, "best_at": {"round": 3}}))
+    (folder / "summary.json").write_text(json.dumps(summary | {"bytes_up": 12, "weather": {"round": 3}}))
     run = read_run(folder)
     assert run.summary is not None and run.missing is None
     assert run.chosen("head") == 2 and run.chosen("nowhere") is None

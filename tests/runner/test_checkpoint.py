@@ -49,6 +49,17 @@ def test_any_damage_is_noticed_and_the_one_before_is_used(tmp_path_factory, data
     assert len(list_checkpoints(folder)) == 2
 
 
+@pytest.mark.parametrize("intact", [0, 1])
+def test_damaged_checkpoints_do_not_crowd_out_those_that_are_saved_next(tmp_path, intact):
+    for index in (4, 9):
+        save_checkpoint(tmp_path, index, {}, tensors(), keep=2)
+    for path in list_checkpoints(tmp_path)[intact:]:
+        path.write_bytes(b"rubbish")
+    load_newest(tmp_path, print)
+    saved = [save_checkpoint(tmp_path, index, {}, tensors(), keep=2) for index in (6, 7)]
+    assert list_checkpoints(tmp_path) == saved
+
+
 def test_a_valid_checksum_over_rubbish_is_refused(tmp_path):
     import hashlib
 

@@ -59,6 +59,21 @@ def test_the_lock_ends_with_the_work_however_that_ends(tmp_path, end):
         pass
 
 
+def test_the_lock_ends_with_the_work_while_a_forked_process_lives_on(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    with claimed(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").touch()
+        end = fork.Event()
+        other = fork.Process(target=end.wait)
+        other.start()
+    try:
+        with held(tmp_path / "run"):
+            pass
+    finally:
+        end.set()
+        other.join()
+
+
 def test_a_wrong_request_deletes_what_it_made_and_nothing_else(tmp_path):
     there, elsewhere, link = tmp_path / "there", tmp_path / "elsewhere", tmp_path / "link"
     there.mkdir(), elsewhere.mkdir(), link.symlink_to(elsewhere)

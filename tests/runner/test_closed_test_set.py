@@ -9,7 +9,7 @@ from fedsieve.cli import main
 from fedsieve.config import parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.report.folder import read_run
-from fedsieve.runner.experiment import run
+from fedsieve.runner.run import run
 from fedsieve.runner.setup import Setup
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedsieve import run
-from fedsieve.cli import _show_summary
+from fedsieve.cli.run_commands import _show_summary
 from fedsieve.config import parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.report.folder import read_run
@@ -14,8 +14,8 @@ from fedsieve.report.html import size
 from fedsieve.report.traffic import of_dense, read_traffic
 from fedsieve.runner.estimate import images_trained
 from fedsieve.runner.plan import plan
+from fedsieve.runner.prepare import prepare
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import prepare
 from fedsieve.wire.ledger import lines, totals
 
 CONFIG = """

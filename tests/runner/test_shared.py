@@ -11,10 +11,10 @@ from fedsieve.errors import FedsieveError
 from fedsieve.model.weights import load_classifier
 from fedsieve.runner import setup
 from fedsieve.runner import shared as module
-from fedsieve.runner.experiment import run
-from fedsieve.runner.finished import evaluate
-from fedsieve.runner.setup import preflight
+from fedsieve.runner.preflight import preflight
+from fedsieve.runner.run import run
 from fedsieve.runner.shared import Shared
+from fedsieve.runner.testing import evaluate
 from fedsieve.train.feed import with_features
 
 FEDERATED = (

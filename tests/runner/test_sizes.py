@@ -5,8 +5,7 @@ import re
 import pytest
 
 from fedsieve.errors import FedsieveError
-from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import blank_model, prepare
+from fedsieve.runner.preflight import blank_model, preflight
 
 CROSSVIT = "model={backbone: crossvit_tiny_240, weights: none, options: {depth: [[1, 1, 0], [1, 1, 0], [1, 1, 0]]}}"
 EFFICIENTFORMER = "model={backbone: efficientformer_l1, weights: none, options: {depths: [1, 1, 1, 2], num_vit: 1}}"
@@ -24,7 +23,7 @@ def test_a_size_that_a_network_does_not_take_is_refused_with_those_that_work(tin
     for name in ("load_images", "load_classifier"):
         monkeypatch.setattr(f"fedsieve.runner.shared.{name}", load)
     with pytest.raises(FedsieveError, match=f"data.size: .* does not take images of {size} px") as caught:
-        prepare(tiny(model, f"data.size={size}"), Display.silent())
+        preflight(tiny(model, f"data.size={size}"))
     assert caught.value.exit_code == 2
     (named,) = re.findall(r"Sizes that work include ([\d, ]+)\.", str(caught.value))
     assert [int(word) for word in named.split(", ")] == sizes

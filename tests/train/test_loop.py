@@ -8,9 +8,11 @@ from rich.console import Console
 
 from fedsieve.data.transforms import Transform
 from fedsieve.errors import FedsieveError
+from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
+from fedsieve.runner.prepare import prepare
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import fit_stage, prepare
+from fedsieve.runner.stages import CentralStage
 from fedsieve.train.loop import measure
 from fedsieve.train.schedule import learning_rate
 
@@ -23,13 +25,20 @@ def quiet() -> Display:
 
 def records(experiment, watch=dict):
     setup = prepare(experiment, quiet())
-    space, state, ticks = fit_stage(setup, experiment.stages[0], None, watch)
+    stage = CentralStage(setup, experiment.stages[0], None, watch)
+    space, state, ticks = stage.space, stage.state, stage.ticks()
     return setup, space, state, [tick.record for tick in ticks if tick.record]
 
 
 @pytest.mark.parametrize(
     "extra",
-    [[], ["data.transform=crop_flip"], ["stages.s.optimizer.nesterov=true"], ["stages.s.optimizer.clip_norm=0.5"]],
+    [
+        [],
+        ["data.transform=crop_flip"],
+        ["stages.s.optimizer.nesterov=true"],
+        ["stages.s.optimizer.clip_norm=0.5"],
+        ["stages.s.optimizer={kind: adamw, lr: 0.1, weight_decay: 1e-3, momentum: 0.7, beta2: 0.8}"],
+    ],
 )
 def test_the_loop_equals_a_plain_one_written_out(tiny, extra):
     """The reference: torch's own modules, optimizer and scheduler-free loop, one tensor at a time."""
@@ -39,9 +48,11 @@ def test_the_loop_equals_a_plain_one_written_out(tiny, extra):
 
     reference = prepare(experiment, quiet())
     settings = stage.optimizer
-    optimizer = torch.optim.SGD(
-        reference.model.parameters(), lr=0, momentum=0.9, weight_decay=1e-3, nesterov=settings.nesterov, foreach=False
-    )
+    shared = {"lr": 0, "weight_decay": 1e-3, "foreach": False}
+    if settings.kind == "adamw":
+        optimizer = torch.optim.AdamW(reference.model.parameters(), betas=(0.7, 0.8), **shared)
+    else:
+        optimizer = torch.optim.SGD(reference.model.parameters(), momentum=0.9, nesterov=settings.nesterov, **shared)
     images, labels = reference.train.store.images, reference.train.labels
     per_epoch = math.ceil(len(labels) / 300)
     for epoch in range(3):
@@ -70,6 +81,24 @@ def test_the_loop_equals_a_plain_one_written_out(tiny, extra):
     assert difference < (1e-5 if settings.clip_norm else 1e-9)
 
 
+def test_rescaling_gives_a_masked_step_the_length_of_a_dense_one(tiny):
+    """One step on all images without momentum moves by the rate times the gradient."""
+    one = "stages=[{name: s, train: all, epochs: 1, batch_size: 5000, optimizer: {lr: 0.1, momentum: 0%s}}]"
+    steps = {}
+    for sparse, rescale in ((False, ""), (True, ", rescale: 1000"), (True, "")):
+        experiment = tiny(one % rescale, "data.val_fraction=0")
+        setup = prepare(experiment, quiet())
+        space = setup.space(experiment.stages[0])
+        before = space.read(setup.model)
+        mask = Mask.from_bool(space, torch.arange(space.size) % 3 == 0) if sparse else None
+        ticks = CentralStage(setup, experiment.stages[0], mask=mask).ticks()
+        list(ticks)
+        steps[sparse, bool(rescale)] = space.read(setup.model) - before
+    dense, masked, rescaled = steps[False, False], steps[True, False], steps[True, True]
+    assert masked.norm() < 0.9 * dense.norm()
+    torch.testing.assert_close(rescaled, masked * (dense.norm() / masked.norm()), rtol=1e-3, atol=1e-6)
+
+
 def test_features_computed_once_train_like_images_every_epoch(tiny, monkeypatch):
     experiment = tiny("stages=[{name: s, train: head, epochs: 4, batch_size: 300, optimizer: {lr: 0.1}}]")
     setup, space, _, once = records(experiment)
@@ -88,7 +117,8 @@ def test_the_chosen_epoch_is_the_first_best_on_validation(tiny, monkeypatch):
     scores = iter([0.2, 0.5, 0.5, 0.4])
     monkeypatch.setattr("fedsieve.runner.setup.measure", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
     setup = prepare(tiny(ONE, "stages.s.epochs=4"), quiet())
-    space, state, ticks = fit_stage(setup, tiny(ONE, "stages.s.epochs=4").stages[0])
+    stage = CentralStage(setup, tiny(ONE, "stages.s.epochs=4").stages[0])
+    space, state, ticks = stage.space, stage.state, stage.ticks()
     kept = [space.read(setup.model) for tick in ticks if tick.record]
     assert state.best_at == 2
     assert torch.equal(space.read(setup.model), kept[1])

@@ -13,7 +13,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.wire.codec import (
     OVERHEAD,
     Coding,
-    Message,
+    Decoded,
     MessageError,
     decode,
     decode_many,
@@ -103,7 +103,7 @@ def test_a_batch_is_its_messages_and_loses_only_the_bad_ones(coding, threaded, m
     first, second, third = decode_many(damaged, coding, mask, round=1, clients=[4, 5, 6])
     assert isinstance(second, MessageError) and second.reason == "checksum"
     for number, got in ((0, first), (2, third)):
-        assert isinstance(got, Message) and got.n == 7 + number
+        assert isinstance(got, Decoded) and got.n == 7 + number
         assert torch.equal(got.values, decode(batch[number], coding, mask).values)
 
 
@@ -189,7 +189,7 @@ def test_values_that_are_not_finite_can_be_sent_but_not_received(format):
             with pytest.raises(FedsieveError, match="client 1"):
                 encode_many(values, coding, SPACE, **options)
             good, refused = decode_many(encode_many(values, coding, SPACE, **options, check=False), coding, SPACE)
-            assert isinstance(good, Message) and isinstance(refused, MessageError) and refused.reason == "not finite"
+            assert isinstance(good, Decoded) and isinstance(refused, MessageError) and refused.reason == "not finite"
 
 
 def test_each_fault_has_its_reason():

@@ -6,8 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsieve.config import Attack
-from fedsieve.federation.store import ClientStore
 from fedsieve.randomness import generator
 
 
@@ -15,27 +13,6 @@ def hostile_clients(seed: int, clients: int, share: float) -> np.ndarray:
     """Which of the clients numbered below `clients` are hostile, ascending: the same ones for the whole experiment."""
     count = round(share * clients)
     return np.sort(generator(seed, "hostile").choice(clients, count, replace=False, shuffle=False))
-
-
-def instead(
-    attack: Attack, update: Tensor, store: ClientStore, seed: int, stage: str, round: int, client: int
-) -> Tensor:
-    """What a hostile client sends in place of its update."""
-    match attack.kind:
-        case "sign_flip":
-            return sign_flip(update, attack.factor)
-        case "gaussian_noise":
-            return gaussian_noise(update, attack.factor, seed, stage, round, client)
-        case "nan":
-            return nan(update)
-        case "stale_replay":
-            name = f"{stage}.stale"
-            earlier = store.get(client, update.device).get(name)
-            if earlier is None:
-                store.put(client, round, **{name: update})
-            return stale_replay(update, earlier)
-        case "label_flip":  # it trained on wrong labels, as well as it could
-            return update
 
 
 def label_flip(labels: Tensor, classes: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Masks across clients: one from their summed scores, one that the server scores, one of each client's own; their tiers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,25 +9,16 @@ from torch import Tensor, nn
 
 from fedsieve.config import Device, Sieve
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.channel import Channel, Part
 from fedsieve.federation.distributed import spread
-from fedsieve.federation.state import Context, ServerState
-from fedsieve.federation.sums import sum_over_clients
+from fedsieve.federation.state import Context
 from fedsieve.federation.team import Batch, Desk, Request
 from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import attention_heads, can_last, select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
-from fedsieve.train.sieve import Sensitivity, calibrated, scorer, squared_gradients, taking_part
-
-
-def is_due(sieve: Sieve, state: ServerState) -> bool:
-    """Whether a shared or public mask is to be made before the next round."""
-    if state.mask is None:
-        return True
-    # The first mask is that of round 0, the next that of round `refresh`.
-    return sieve.refresh is not None and state.generation <= state.round // sieve.refresh
+from fedsieve.train.feed import Feed
+from fedsieve.train.sieve import Scoring, Sensitivity, taking_part
 
 
 def sieve_at(sieve: Sieve, generation: int, rounds: int) -> Sieve:
@@ -40,94 +30,62 @@ def sieve_at(sieve: Sieve, generation: int, rounds: int) -> Sieve:
     return sieve.model_copy(update={"sparsity": now})
 
 
-def one_mask(
-    context: Context,
-    channel: Channel,
-    space: ParamSpace,
-    sieve: Sieve,
-    state: ServerState,
-    inform: Callable[[Sequence[int]], None],
-) -> tuple[Mask, Tensor]:
-    """A new mask for all clients at the weights that the model has, and the last scores (D,) it was made by.
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """How one mask for all clients of a stage is made, at the weights that the model has."""
 
-    `inform` brings clients that score up to date.
-    """
-    seed = context.experiment.seed
-    address = (channel.stage, state.generation) if state.generation else (channel.stage,)
-    sensitivity = (
-        _public_scores(context, space, sieve, address)
-        if sieve.scope == "public"
-        else _summed_scores(context, channel, space, sieve, state.round, address, inform)
-    )
-    score = scorer(sieve, context.model, space, sensitivity, seed, *address)
-    last: list[Tensor] = []
+    context: Context
+    stage: str
+    space: ParamSpace
+    sieve: Sieve
+    generation: int = 0  # masks made before
 
-    def noting(active: Mask, number: int) -> Tensor:
-        last[:] = [score(active, number)]
-        return last[0]
+    @property
+    def address(self) -> tuple[int | str, ...]:
+        """The address of the calibration's draws."""
+        return (self.stage, self.generation) if self.generation else (self.stage,)
 
-    def said(number: int, mask: Mask) -> None:
-        context.say(
-            f"{channel.stage}: calibration round {number + 1} of {sieve.calibration_rounds}, "
-            f"{mask.count:,} of {space.size:,} weights active"
-        )
+    def mask(self, sensitivity: Sensitivity) -> tuple[Mask, Tensor]:
+        """The new mask, and the last scores (D,) it was made by."""
+        context, sieve, space = self.context, self.sieve, self.space
+        scoring = self._scoring(context.train)
+        score = scoring.scores(sensitivity, *self.address)
+        last: list[Tensor] = []
 
-    return calibrated(sieve, context.model, space, noting, said), last[0].cpu()
+        def noting(active: Mask, number: int) -> Tensor:
+            last[:] = [score(active, number)]
+            return last[0]
 
+        def said(number: int, mask: Mask) -> None:
+            context.say(
+                f"{self.stage}: calibration round {number + 1} of {sieve.calibration_rounds}, "
+                f"{mask.count:,} of {space.size:,} weights active"
+            )
 
-def _summed_scores(
-    context: Context,
-    channel: Channel,
-    space: ParamSpace,
-    sieve: Sieve,
-    round: int,
-    address: tuple[int | str, ...],
-    inform: Callable[[Sequence[int]], None],
-) -> Sensitivity:
-    """Scores as sums over some clients, who hear before each calibration round what is left to score."""
-    people = context.population
-    count = sieve.clients or people.cohort_size
-    rng = generator(context.experiment.seed, "calibration cohort", *address)
-    scoring = people.trainer(np.sort(rng.choice(people.trainers, count, replace=False))).tolist()
-    asked = [
-        (scored_rows(context, client, -(-sieve.fisher.samples // count), *address), (*address, client))
-        for client in scoring
-    ]
-    known: Mask | None = None
+        return scoring.calibrated(noting, said), last[0].cpu()
 
-    def sensitivity(active: Mask, number: int) -> Tensor:
-        nonlocal known
-        if number:
-            channel.down("mask", scoring, round, active, enclose=True, within=known)
-        else:
-            inform(scoring)
-        known, places = active, active.indices()
+    def public(self, active: Mask, number: int) -> Tensor:
+        """Scores on images that the server holds: validation where there is some, training otherwise."""
+        context, seed = self.context, self.context.experiment.seed
+        held = context.validation if len(context.validation) else context.train
+        rows = generator(seed, "fisher rows", *self.address).permutation(len(held))[: self.sieve.fisher.samples]
+        return self._scoring(held).sensitivity(rows, *self.address)(active, number)
 
-        def parts() -> Iterator[Part]:
-            found = client_scores(context, space, sieve, active, number, asked)
-            for client, (part, n) in zip(scoring, found, strict=True):
-                yield client, part.float(), n
+    def _scoring(self, feed: Feed) -> Scoring:
+        context = self.context
+        return Scoring(self.sieve, context.model, self.space, feed, context.autocast, context.experiment.seed)
 
-        told = {"number": number, "among": count, "address": address, "over": active.id}
-        total, seen = sum_over_clients(channel, "scores", round, active, parts(), clients=scoring, told=lambda _: told)
-        scores = torch.zeros(space.size, device=total.device)
-        return scores.index_copy_(0, places.to(total.device), (total / seen).float())
-
-    return sensitivity
+    def scoring(self) -> list[int]:
+        """The clients that score for a shared mask."""
+        people = self.context.population
+        rng = generator(self.context.experiment.seed, "calibration cohort", *self.address)
+        count = self.sieve.clients or people.cohort_size
+        return people.trainer(np.sort(rng.choice(people.trainers, count, replace=False))).tolist()
 
 
-def _public_scores(context: Context, space: ParamSpace, sieve: Sieve, address: tuple[int | str, ...]) -> Sensitivity:
-    """Scores on images that the server holds: validation where there is some, training otherwise."""
-    held = context.validation if len(context.validation) else context.train
-    rows = generator(context.experiment.seed, "fisher rows", *address).permutation(len(held))[: sieve.fisher.samples]
-
-    def sensitivity(active: Mask, number: int) -> Tensor:
-        part, seen = squared_gradients(
-            sieve, context.model, space, held, active, number, rows, context.autocast, context.experiment.seed, *address
-        )
-        return (part / seen).float()
-
-    return sensitivity
+def unscored(active: Mask, number: int) -> Tensor:
+    """The sensitivity for rules that do not ask for it."""
+    raise FedsieveError("this rule scores no images")
 
 
 Asked = tuple[np.ndarray, tuple[int | str, ...]]  # of a client: the images it scores, and the address of its draws
@@ -144,13 +102,11 @@ class Score(Request):
     asked: Sequence[Asked]
 
     def perform(self, desk: Desk) -> Iterator[Batch]:
-        space = ParamSpace.of(desk.model, self.names)
-        active = Mask(space, self.active)
+        scoring = _at(desk, self.sieve, self.names)
+        active = Mask(scoring.space, self.active)
         places = active.indices().to(desk.train.labels.device)
         for rows, address in self.asked:
-            part, count = squared_gradients(
-                self.sieve, desk.model, space, desk.train, active, self.number, rows, desk.autocast, desk.seed, *address
-            )
+            part, count = scoring.squared_gradients(active, self.number, rows, *address)
             yield part[None, places], torch.tensor([count], device=part.device)
 
 
@@ -163,26 +119,25 @@ class Calibrate(Request):
     asked: Sequence[Asked]
 
     def perform(self, desk: Desk) -> Iterator[Batch]:
-        sieve, model, space, seed = self.sieve, desk.model, ParamSpace.of(desk.model, self.names), desk.seed
+        scoring = _at(desk, self.sieve, self.names)
         for rows, address in self.asked:
+            score = scoring.scores(scoring.sensitivity(rows, *address), *address)
+            yield (torch.from_numpy(scoring.calibrated(score).bits.copy()).to(desk.train.labels.device)[None],)
 
-            def sensitivity(active: Mask, number: int, rows: np.ndarray = rows, address: Any = address) -> Tensor:
-                part, seen = squared_gradients(
-                    sieve, model, space, desk.train, active, number, rows, desk.autocast, seed, *address
-                )
-                return (part / seen).float()
 
-            mask = calibrated(sieve, model, space, scorer(sieve, model, space, sensitivity, seed, *address))
-            yield (torch.from_numpy(mask.bits.copy()).to(desk.train.labels.device)[None],)
+def _at(desk: Desk, sieve: Sieve, names: tuple[str, ...]) -> Scoring:
+    """Scoring with what a rank has."""
+    space = ParamSpace.of(desk.model, names)
+    return Scoring(sieve, desk.model, space, desk.train, desk.autocast, desk.seed)
 
 
 def client_scores(
-    context: Context, space: ParamSpace, sieve: Sieve, active: Mask, number: int, asked: Sequence[Asked]
+    context: Context, sieve: Sieve, active: Mask, number: int, asked: Sequence[Asked]
 ) -> Iterator[tuple[Tensor, int]]:
     """Of each client, the sum of squared gradients of the active weights (k,), float64, and how many were added."""
 
     def request(places: list[int]) -> Score:
-        return Score(space.names, sieve, active.bits, number, [asked[place] for place in places])
+        return Score(active.space.names, sieve, active.bits, number, [asked[place] for place in places])
 
     for _, (part, count) in spread(context, [len(rows) for rows, _ in asked], request, 8 * active.count):
         assert part is not None and count is not None

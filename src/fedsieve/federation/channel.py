@@ -1,179 +1,159 @@
-"""The wire between a server and the clients of one stage. Whatever goes over it is encoded, counted and decoded here."""
+"""Messages between a server and its clients: parcels, the ledger's lines about them, and the channel of one process."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedsieve.config import Privacy
 from fedsieve.mask.mask import Mask
-from fedsieve.model.space import ParamSpace
-from fedsieve.privacy.dp import Account
-from fedsieve.privacy.secagg import Exchange
+from fedsieve.model.space import Layout
 from fedsieve.randomness import generator
-from fedsieve.wire.codec import Coding, Message, MessageError, decode, decode_many, encode_many
+from fedsieve.wire.codec import Coding, Decoded, MessageError, decode_many, encode_many
 from fedsieve.wire.ledger import Direction, Ledger
 
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
-EXACT, NO_VALUES = Coding("fp32"), Coding("none")
-Reply = Message | MessageError
-Part = tuple[int, Tensor, int]  # a client, its values (k,), and its n
-Told = Callable[[int], Mapping[str, Any]]  # what a client that is elsewhere must hear beside its messages
+EXACT, FP64, NO_VALUES = Coding("fp32"), Coding("fp64"), Coding("none")
+Reply = Decoded | MessageError
+Sealed = Callable[["Parcel", Sequence[memoryview], Sequence[int]], None]  # sees messages that leave, and their n
 
 
-class Channel:
-    """What one stage sends down and takes up, noted in the ledger (None: nobody counts).
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """The kind of a message: what it is about, over which weights, and how its values are written.
 
     Rounds are numbered from 0 here and in messages, as in all of the code; from 1 in the ledger, as in all that users read.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger | None,
-        seed: int,
-        stage: str,
-        device: torch.device | str = "cpu",
-        privacy: Privacy = Privacy(),
-        account: Account | None = None,
-    ) -> None:
-        self.ledger, self.seed, self.stage, self.device = ledger, seed, stage, device
-        self.lost: dict[int, str] = {}  # clients that fell out of what is being asked of all, and why
-        self.privacy, self.account = privacy, account  # what is made of sums over clients
-        # Values of updates in secure sums: how many were clipped, and how many there were.
-        self.clipped = self.summed = 0
+    what: str
+    round: int
+    over: Layout
+    coding: Coding = NO_VALUES
+    key: int = 0  # of the rounding of values that go down
+    enclose: bool = False  # whether the message holds the mask too
+    within: Mask | None = None  # a mask that the receiver knows to contain it
 
-    def key(self, *address: int | str) -> int:
-        """What int8 and int4 round by."""
-        return int(generator(self.seed, "rounding", self.stage, *address).integers(2**63))
-
-    def uniforms(self, *address: int | str, count: int) -> np.ndarray:
-        """What fixed point rounds by: public, since it says nothing that the sum does not."""
-        return generator(self.seed, "rounding", self.stage, *address).random(count)
-
-    def down(
-        self,
-        what: str,
-        clients: Sequence[int],
-        round: int,
-        over: Mask | ParamSpace,
-        values: Tensor | None = None,
-        coding: Coding = NO_VALUES,
-        *,
-        key: int = 0,
-        enclose: bool = False,
-        within: Mask | None = None,
-    ) -> Message:
-        """Send the same to each of `clients`, and give it as they receive it."""
+    def seal(self, values: Tensor | None = None) -> memoryview:
+        """One message, the same for every client."""
+        rows = None if values is None else values[None]
         (message,) = encode_many(
-            None if values is None else values[None],
-            coding,
-            over,
-            round=round,
+            rows,
+            self.coding,
+            self.over,
+            round=self.round,
             clients=[EVERYONE],
             ns=[0],
-            keys=[key],
-            enclose=enclose,
-            within=within,
+            keys=[self.key],
+            enclose=self.enclose,
+            within=self.within,
         )
+        return message
+
+    def seal_rows(
+        self, rows: Tensor, clients: Sequence[int], ns: Sequence[int], keys: Sequence[int]
+    ) -> list[memoryview]:
+        """A message from each client. Values that are not finite travel too: it is the server who refuses."""
+        return encode_many(
+            rows,
+            self.coding,
+            self.over,
+            round=self.round,
+            clients=clients,
+            ns=ns,
+            keys=keys,
+            enclose=self.enclose,
+            check=False,
+        )
+
+    def open_rows(
+        self,
+        messages: Sequence[bytes | memoryview],
+        clients: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> list[Reply]:
+        """For each message what it says, or why it is refused."""
+        return decode_many(
+            messages,
+            self.coding,
+            self.over.space if self.enclose else self.over,
+            enclosed=self.enclose,
+            within=self.within,
+            round=self.round,
+            clients=clients,
+            device=device,
+        )
+
+    def open(
+        self, message: bytes | memoryview, client: int | None = None, device: torch.device | str = "cpu"
+    ) -> Decoded:
+        """What one message says, or a `MessageError`."""
+        (reply,) = self.open_rows([message], None if client is None else [client], device)
+        if isinstance(reply, MessageError):
+            raise reply
+        return reply
+
+
+class Tally:
+    """The lines of one stage in the ledger (None: nobody counts)."""
+
+    def __init__(self, ledger: Ledger | None, stage: str) -> None:
+        self.ledger, self.stage = ledger, stage
+
+    def note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
+        """Write down one message."""
+        if self.ledger is not None:
+            self.ledger.add(self.stage, round + 1, client, way, what, size, status)
+
+    def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
+        """Write down that nothing came of a message, and why."""
         for client in clients:
-            self.note(round, client, "down", what, len(message))
-        expected = over.space if enclose and isinstance(over, Mask) else over
-        return decode(message, coding, expected, enclosed=enclose, within=within, round=round, device=self.device)
+            self.note(round, client, way, what, 0, reason)
+
+
+class Channel:
+    """Codes messages within one process, counts them, and damages or delays those whose fate it is."""
+
+    def __init__(
+        self,
+        tally: Tally,
+        seed: int,
+        device: torch.device | str = "cpu",
+        sealed: Sealed = lambda *_: None,
+    ) -> None:
+        self.tally, self.seed, self.stage, self.device, self.sealed = tally, seed, tally.stage, device, sealed
+
+    def down(self, parcel: Parcel, clients: Sequence[int], values: Tensor | None = None) -> Decoded:
+        """Send the same to each of `clients`, and give it as they receive it."""
+        message = parcel.seal(values)
+        for client in clients:
+            self.tally.note(parcel.round, client, "down", parcel.what, len(message))
+        return parcel.open(message, device=self.device)
 
     def up(
         self,
-        what: str,
+        parcel: Parcel,
         clients: Sequence[int],
-        round: int,
-        over: Mask | ParamSpace,
-        values: Tensor,
-        coding: Coding,
+        rows: Tensor,
         ns: Sequence[int],
-        *,
         fates: Mapping[int, str] | None = None,
-        enclose: bool = False,
     ) -> list[Reply]:
-        """Take a row of `values` (clients, k) from each client; one that is late, or damaged on its way, is an error."""
-        fates = fates or {}
-        messages = self.encoded(what, clients, round, over, values, coding, ns, enclose)
+        """Take a row of values (clients, k) from each client; one that is late, or damaged on its way, is an error."""
+        fates, what, round = fates or {}, parcel.what, parcel.round
+        keys = [rounding_key(self.seed, self.stage, round, what, client) for client in clients]
+        messages = parcel.seal_rows(rows, clients, ns, keys)
+        self.sealed(parcel, messages, ns)
         arrived = [
             self.damaged(message, round, what, client) if fates.get(client) == "corrupt" else message
             for client, message in zip(clients, messages, strict=True)
         ]
-        expected = over.space if enclose and isinstance(over, Mask) else over
-        replies = decode_many(
-            arrived, coding, expected, enclosed=enclose, round=round, clients=clients, device=self.device
-        )
+        replies = parcel.open_rows(arrived, clients, self.device)
         for place, (client, message) in enumerate(zip(clients, messages, strict=True)):
             if fates.get(client) == "late":
                 replies[place] = MessageError("late", f"client {client} answered after the deadline")
             reply = replies[place]
             status = reply.reason if isinstance(reply, MessageError) else "ok"
-            self.note(round, client, "up", what, len(message), status)
+            self.tally.note(round, client, "up", what, len(message), status)
         return replies
-
-    def encoded(
-        self,
-        what: str,
-        clients: Sequence[int],
-        round: int,
-        over: Mask | ParamSpace,
-        values: Tensor,
-        coding: Coding,
-        ns: Sequence[int],
-        enclose: bool,
-    ) -> list[memoryview]:
-        """The messages of what clients send up. Values that are not finite travel too: it is the server who refuses."""
-        keys = [self.key(round, what, client) for client in clients]
-        return encode_many(
-            values, coding, over, round=round, clients=clients, ns=ns, keys=keys, enclose=enclose, check=False
-        )
-
-    def collect(
-        self,
-        what: str,
-        clients: Sequence[int],
-        round: int,
-        over: Mask | ParamSpace,
-        coding: Coding,
-        parts: Iterable[Part],
-        fates: Mapping[int, str] | None,
-        told: Told,
-    ) -> Iterator[Reply]:
-        """What clients made of their own images, one after another.
-
-        `clients` and `told` are for those that are elsewhere, and make it by themselves: what their messages do not say.
-        """
-        for client, values, n in parts:
-            yield self.up(what, [client], round, over, values[None], coding, [n], fates=fates)[0]
-
-    def gathered(
-        self,
-        what: str,
-        clients: Sequence[int],
-        round: int,
-        parts: Iterable[Part],
-        fates: Mapping[int, str] | None,
-        told: Told,
-    ) -> Iterable[Part]:
-        """What clients made, to be summed in secret; of clients elsewhere, who made it: it stays there."""
-        return parts
-
-    def secret_exchange(self, what: str, round: int, terms: Mapping[str, Any]) -> Exchange | None:
-        """What carries a secure sum to clients elsewhere; None: they are at hand."""
-        return None
-
-    def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
-        """Note that nothing came of a message, and why."""
-        for client in clients:
-            self.note(round, client, way, what, 0, reason)
-
-    def note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
-        """Write a message into the ledger."""
-        if self.ledger is not None:
-            self.ledger.add(self.stage, round + 1, client, way, what, size, status)
 
     def damaged(self, message: bytes | memoryview, *address: int | str) -> bytes:
         """A message with one bit turned over on its way."""
@@ -181,3 +161,8 @@ class Channel:
         damaged = bytearray(message)
         damaged[place // 8] ^= 1 << place % 8
         return bytes(damaged)
+
+
+def rounding_key(seed: int, stage: str, *address: int | str) -> int:
+    """The 64-bit key that int8 and int4 round by."""
+    return int(generator(seed, "rounding", stage, *address).integers(2**63))

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsieve.config import Correction, Optimizer
 from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor
 from fedsieve.federation.state import Context
-from fedsieve.federation.team import Batch, Desk, Pace, Request, Team
+from fedsieve.federation.team import Batch, Desk, Pace, Request, Split, Team
 from fedsieve.federation.work import Work
 from fedsieve.model.build import Classifier, OnFeatures
 from fedsieve.model.space import ParamSpace
@@ -144,15 +144,17 @@ class Distributed:
             works = [cohort.works[place] for place in places]
             return Train(works, start, _together(holds), _together(controls), lr)
 
+        # Stacking decides the last digits, so the clock may only decide who trains what where nothing is stacked.
+        split = (
+            Split(self.clients, together=self.clients * team.size, most=-(-len(cohort.works) // team.size))
+            if stacked
+            else Split(self.clients, pace=self.pace)
+        )
         for members, (moved, sums, gradients) in team.spread(
             [int((work.examples >= 0).sum()) for work in cohort.works],
             request,
             4 * known.nbytes,
-            group=self.clients,
-            # What is added up or stacked with what decides the last digits: the clock must not, but where nothing is stacked.
-            together=self.clients * team.size if stacked else 1,
-            most=-(-len(cohort.works) // team.size) if stacked else None,
-            pace=None if stacked else self.pace,
+            split,
         ):
             assert moved is not None and sums is not None
             yield Trained(members, moved, sums, gradients)

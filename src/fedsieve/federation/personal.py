@@ -4,7 +4,7 @@ Every client starts from the global weights, adapts some of them to its own imag
 to its own shares of classes. Nothing is sent or chosen, and the model is left as it was, to the bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from fedsieve.config import Correction, Optimizer, PersonalMethod, Sieve
 from fedsieve.data.partitions import label_weights
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.blending import blended
 from fedsieve.federation.calibrate import client_masks
 from fedsieve.federation.distributed import cohort_executor
 from fedsieve.federation.executors import Cohort, Task
+from fedsieve.federation.parts import blended
 from fedsieve.federation.population import Population
 from fedsieve.federation.state import Context
-from fedsieve.federation.work import local_work
+from fedsieve.federation.work import Draws, local_work
 from fedsieve.mask.calibration import maskable
 from fedsieve.mask.mask import Mask
 from fedsieve.model.adapters import part_of
@@ -53,11 +53,19 @@ def norm_names(model: nn.Module) -> list[str]:
 class PersonalModels:
     """The personal models of some clients. `mask` is the last stage's, where all clients shared one."""
 
-    def __init__(self, context: Context, clients: np.ndarray, mask: Mask | None, test: Feed) -> None:
+    def __init__(
+        self,
+        context: Context,
+        clients: np.ndarray,
+        mask: Mask | None,
+        test: Feed,
+        save: Callable[[PersonalMethod], None] = lambda _: None,
+    ) -> None:
+        """`save` is called while the model has the weights of a client."""
         experiment = context.experiment
         assert experiment.federation and experiment.federation.personal and isinstance(context.model, Classifier)
         self.context, self.model, self.settings = context, context.model, experiment.federation.personal
-        self.clients, self.mask, self.test = clients.tolist(), mask, test
+        self.clients, self.mask, self.test, self.save = clients.tolist(), mask, test, save
         self.stage = experiment.stages[-1]
         self.sparse = next((stage for stage in reversed(experiment.stages) if experiment.mask_of(stage)), None)
         examples = [context.population.examples(client) for client in self.clients]
@@ -85,6 +93,7 @@ class PersonalModels:
         found = np.empty(len(self.clients))
         for number, values in models:
             weights[trained] = values
+            self.save(method)
             found[number] = self._accuracy(self.clients[number], test)
             weights.copy_(start)
         return found
@@ -126,20 +135,11 @@ class PersonalModels:
             context.experiment.clients_at_once or context.population.cohort_size,
             min(settings.batch_size, max(len(places) for places in self.places)),
         )
-        everyone = range(len(self.clients))
+        everyone, draws = range(len(self.clients)), Draws(feed, seed, ("personal", method))
         step = AT_A_TIME if sieve else len(everyone)  # of masks that are there at a time
         for group in (everyone[first : first + step] for first in everyone[::step]):
             works = [
-                local_work(
-                    self.clients[number],
-                    self.places[number],
-                    settings.local,
-                    settings.batch_size,
-                    feed,
-                    seed,
-                    "personal",
-                    method,
-                )
+                local_work(self.clients[number], self.places[number], settings.local, settings.batch_size, draws)
                 for number in group
             ]
             masks = self._own_masks(method, sieve, space, [self.clients[number] for number in group]) if sieve else []
@@ -159,8 +159,8 @@ class PersonalModels:
 
     def _own_masks(self, method: PersonalMethod, sieve: Sieve, space: ParamSpace, clients: list[int]) -> list[Mask]:
         """By `mask` new ones; by `local` those that clients had in the last stage, or new ones for those who never trained."""
-        name, store = f"{self.stage.name}.mask", self.context.store
-        kept = {client: store.get(client).get(name) for client in clients} if method == "local" else {}
+        name, memory = f"{self.stage.name}.mask", self.context.memory
+        kept = {client: memory.get(client).get(name) for client in clients} if method == "local" else {}
         masks = {client: Mask(space, bits.numpy()) for client, bits in kept.items() if bits is not None}
         lacking = [client for client in clients if client not in masks]
         masks |= zip(lacking, client_masks(self.context, sieve, space, lacking, "personal"), strict=True)

@@ -46,6 +46,11 @@ class Population:
         """How many images each client trains on, (K,). Kept, since rounds ask for it, and must not cost what all clients do."""
         return self.shards.sizes - self.held
 
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """How much each client counts in a mean, (K,)."""
+        return self.sizes if self.settings.weighting == "examples" else np.ones_like(self.sizes)
+
     @property
     def trainers(self) -> int:
         """How many clients may train."""
@@ -66,6 +71,11 @@ class Population:
     def cohort_size(self) -> int:
         """How many clients a round has; under differential privacy, on average."""
         return self.settings.cohort_size(self.trainers)
+
+    @property
+    def all_trainers(self) -> list[int]:
+        """The clients that may train, ascending."""
+        return self.trainer(np.arange(self.trainers)).tolist()
 
     def trainer(self, number: np.ndarray) -> np.ndarray:
         """Clients that may train by their number among these, without a list of them all."""

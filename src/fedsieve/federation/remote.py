@@ -1,7 +1,6 @@
-"""The server's half of a stage whose clients are elsewhere: the round loop with envelopes where it had clients at hand.
+"""Clients that are nodes elsewhere: what the server asks travels to them in envelopes, and their answers come back.
 
-What it sends, a `Site` answers. Both halves work with the same codec, draws and functions as a run in one process, so
-that all three give the same weights.
+A `Node` works with the same codec, draws and functions as a run in one process, so that both give the same weights.
 """
 
 import time
@@ -9,201 +8,95 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.channel import EVERYONE, NO_VALUES, Channel, Part, Reply, Told
-from fedsieve.federation.rounds import FP64, Effort, Federated, Span
-from fedsieve.federation.secure import ASTRAY, Losses
-from fedsieve.federation.sites import Sites
-from fedsieve.federation.state import Context, ServerState
-from fedsieve.federation.sums import Update
-from fedsieve.mask.mask import Mask
+from fedsieve.federation.channel import FP64, Parcel, Reply, Tally
+from fedsieve.federation.clients import Ask, Exchange, Refusal, SecretSum, TrainReply, Update, Worked
+from fedsieve.federation.maskbook import MaskBook
+from fedsieve.federation.registry import Registry
+from fedsieve.federation.secure import ASTRAY
+from fedsieve.federation.state import ServerContext
+from fedsieve.federation.vectors import Span
 from fedsieve.model.space import ParamSpace
-from fedsieve.privacy.secagg import Arrival, Exchange
-from fedsieve.wire.codec import Coding, Message, MessageError, decode, encode
+from fedsieve.privacy.secagg import Arrival
+from fedsieve.wire.codec import Coding, Decoded, MessageError
 from fedsieve.wire.envelope import unwrap, wrap
 
 ENVELOPE = "envelope"  # what the ledger calls the bytes around messages
 SUM = "sum"  # a message of a secure sum, and the question that it comes with
-PROBLEMS = ("memory", "run", ASTRAY)  # what may keep a site from answering, beside what it says in words
+PROBLEMS = ("memory", "run", ASTRAY)  # reasons a node may give in a word; others it gives in a sentence
 Answer = dict[str, bytes] | MessageError  # messages by what they are
 
 
 def effort_space(spans: Sequence[Span]) -> ParamSpace:
-    """What a client says of its training: loss, correct answers and images, and squared distances by span."""
+    """The layout of what a node says of its training: loss, correct answers and images, and squared distances by span."""
     return ParamSpace(("sums", "squares"), ((3,), (len(spans),)))
 
 
 def personal_space(methods: int) -> ParamSpace:
-    """What a client says of its personal models: the accuracy of each, -1 where nothing could be tested."""
+    """The layout of what a node says of its personal models: the accuracy of each, -1 where nothing could be tested."""
     return ParamSpace(("accuracy",), ((methods,),))
 
 
-class RemoteChannel(Channel):
-    """The wire to sites. What goes down waits for the next question to its client, and travels with it.
+class Mailbox:
+    """Envelopes to the nodes of one stage, and their answers.
 
-    Between questions the server remembers what each site knows and which version of its memory is the valid one
-    (`ServerState.known` and `.memory`); a question that was not answered changes neither.
+    Messages wait for the next question to their client, and travel with it. The mailbox remembers which version of each
+    node's memory is the valid one; a question that was not answered changes nothing.
     """
 
-    def __init__(self, context: Context, stage: str, state: ServerState, device: torch.device | str) -> None:
-        super().__init__(context.ledger, context.experiment.seed, stage, device, context.experiment.privacy)
-        assert context.sites is not None
-        self.sites: Sites = context.sites
-        self.state, self.say = state, context.say
-        self.minimum = context.population.settings.minimum_replies
-        self.sure = dict(state.known)  # what sites have shown to know
-        self.waiting: dict[int, list[tuple[dict[str, Any], bytes]]] = {}
+    def __init__(self, registry: Registry, tally: Tally, memory: dict[str, int], book: MaskBook | None) -> None:
+        self.registry, self.tally, self.memory, self.book = registry, tally, memory, book
+        self.waiting: dict[int, list[tuple[dict[str, Any], bytes | memoryview]]] = {}
         self.sizes: dict[int, int] = {}  # of the last answers
 
-    def down(
-        self,
-        what: str,
-        clients: Sequence[int],
-        round: int,
-        over: Mask | ParamSpace,
-        values: Tensor | None = None,
-        coding: Coding = NO_VALUES,
-        *,
-        key: int = 0,
-        enclose: bool = False,
-        within: Mask | None = None,
-    ) -> Message:
-        """Have the same sent to each of `clients`, and give it as they will receive it."""
-        message = encode(values, coding, over, round=round, client=EVERYONE, key=key, enclose=enclose, within=within)
-        about = {"what": what, "within": within and within.id}
-        for client in clients:
-            self.waiting.setdefault(client, []).append((about, message))
-        expected = over.space if enclose and isinstance(over, Mask) else over
-        return decode(message, coding, expected, enclosed=enclose, within=within, round=round, device=self.device)
+    def put(self, client: int, about: Mapping[str, Any], message: bytes | memoryview) -> None:
+        """Have a message travel with the next question to a client."""
+        self.waiting.setdefault(client, []).append((dict(about), message))
 
-    def collect(
-        self,
-        what: str,
-        clients: Sequence[int],
-        round: int,
-        over: Mask | ParamSpace,
-        coding: Coding,
-        parts: Iterable[Part],
-        fates: Mapping[int, str] | None,
-        told: Told,
-    ) -> Iterator[Reply]:
-        """What each site makes of its own images; a site that falls out is left out, and the ledger says why.
-
-        Without `fates`, all are needed as far as they can be had: too few end the run.
-        """
-        ask = self.reached if fates is None else self.request
-        answers = ask(what, clients, round, told)
-        replies = {client: self.take(what, client, round, over, coding, answer) for client, answer in answers.items()}
-        if fates is None:
-            self.lost |= {client: reply.reason for client, reply in replies.items() if isinstance(reply, MessageError)}
-            self._check_enough(what, len(clients) - len(self.lost), len(clients))
-        yield from (reply for reply in replies.values() if not isinstance(reply, MessageError))
-
-    def gathered(
-        self,
-        what: str,
-        clients: Sequence[int],
-        round: int,
-        parts: Iterable[Part],
-        fates: Mapping[int, str] | None,
-        told: Told,
-    ) -> Iterator[Part]:
-        ask = self.reached if fates is None else self.request
-        answers = ask(what, clients, round, told)
-        gone = {client: answer.reason for client, answer in answers.items() if isinstance(answer, MessageError)}
-        for client, reason in gone.items():
-            self.silence(what, [client], round, "up", reason)
-        if fates is None:
-            self.lost |= gone
-            self._check_enough(what, len(clients) - len(self.lost), len(clients))
-        yield from ((client, torch.empty(0), 0) for client in answers if client not in gone)
-
-    def secret_exchange(self, what: str, round: int, terms: Mapping[str, Any]) -> Exchange:
-        def exchange(phase: int, messages: Mapping[int, bytes]) -> Iterator[Arrival]:
-            for client, message in messages.items():
-                self.waiting[client] = [({"what": SUM}, message)]
-            told = {**terms, "sum": what, "phase": phase}
-            for client, answer in self.request(SUM, list(messages), round, lambda _: told).items():
-                if isinstance(answer, MessageError):
-                    yield client, self.sizes.pop(client, 0), answer
-                else:
-                    found = answer.get(SUM, b"")
-                    yield client, len(found), found
-
-        return exchange
-
-    def reached(self, what: str, clients: Sequence[int], round: int, told: Told) -> dict[int, Answer]:
-        """The answers of those who can be reached, and did not fall out before."""
-        if not told(clients[0]).get("number"):  # otherwise a later round of the same calibration
-            self.lost = {}
-        here = self.sites.here()
-        gone = [client for client in clients if client not in here and client not in self.lost]
-        self.silence(what, gone, round, "down", "unavailable")
-        self.lost |= dict.fromkeys(gone, "unavailable")
-        return self.request(what, [client for client in clients if client not in self.lost], round, told)
-
-    def _check_enough(self, what: str, count: int, asked: int) -> None:
-        if count < self.minimum:
-            raise FedsieveError(
-                f'stage "{self.stage}": {count} of {asked} sites sent their {what}, and '
-                f"federation.minimum_replies is {self.minimum}. The run can go on from its last checkpoint when they are back",
-                1,
-            )
-
-    def request(self, ask: str, clients: Sequence[int], round: int, told: Told) -> dict[int, Answer]:
-        """Ask sites something, and give the messages of their answers, or why there are none."""
+    def ask(self, what: str, round: int, terms: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
+        """Ask the clients of `terms` something, and give the messages of their answers, or why there are none."""
         envelopes, self.sizes = {}, {}
-        for client in clients:
+        for client, said in terms.items():
             parts = self.waiting.pop(client, [])
-            head = {"run": self.sites.run, "client": client, "ask": ask, "stage": self.stage, "round": round}
-            head |= {"memory": self.state.memory.get(str(client), 0), "parts": [about for about, _ in parts]}
-            envelopes[client] = wrap({**head, **told(client)}, [message for _, message in parts])
+            head = {**self._address(what, client, round), "memory": self.memory.get(str(client), 0)}
+            head |= {"parts": [about for about, _ in parts], **said}
+            envelopes[client] = wrap(head, [message for _, message in parts])
             for about, message in parts:
                 if about["what"] != SUM:  # which whoever leads the sum counts
-                    self.note(round, client, "down", about["what"], len(message))
+                    self.tally.note(round, client, "down", about["what"], len(message))
             around = len(envelopes[client]) - sum(len(message) for _, message in parts)
-            self.note(round, client, "down", ENVELOPE, around)
+            self.tally.note(round, client, "down", ENVELOPE, around)
         self.waiting.clear()
-        answers = self.sites.ask(envelopes)
-        return {client: self._opened(client, ask, round, answers[client]) for client in clients}
+        answers = self.registry.ask(envelopes)
+        return {client: self._opened(client, what, round, answers[client]) for client in terms}
 
-    def take(
-        self,
-        what: str,
-        client: int,
-        round: int,
-        over: Mask | ParamSpace,
-        coding: Coding,
-        answer: Answer,
-        enclose: bool = False,
-    ) -> Reply:
+    def take(self, parcel: Parcel, client: int, answer: Answer, device: torch.device | str) -> Reply:
         """One message of an answer, decoded and counted."""
         reply: Reply
         if isinstance(answer, MessageError):
             reply, size = answer, self.sizes.pop(client, 0)
         else:
-            size = len(answer.get(what, b""))
-            expected = over.space if enclose and isinstance(over, Mask) else over
+            size = len(answer.get(parcel.what, b""))
             try:
-                if what not in answer:
-                    raise MessageError("missing", f"site {client} did not send its {what}")
-                reply = decode(
-                    answer[what], coding, expected, enclosed=enclose, round=round, client=client, device=self.device
-                )
+                if parcel.what not in answer:
+                    raise MessageError("missing", f"site {client} did not send its {parcel.what}")
+                reply = parcel.open(answer[parcel.what], client, device)
             except MessageError as error:
                 reply = error
-        self.note(round, client, "up", what, size, reply.reason if isinstance(reply, MessageError) else "ok")
+        status = reply.reason if isinstance(reply, MessageError) else "ok"
+        self.tally.note(parcel.round, client, "up", parcel.what, size, status)
         return reply
 
     def refuse(self, client: int) -> None:
-        """What a site has just sent is not taken: its memory is that of a client whose update was refused."""
-        self.state.memory[str(client)] = -abs(self.state.memory[str(client)])
+        """What a node has just sent is not taken: its memory is that of a client whose update was refused."""
+        self.memory[str(client)] = -abs(self.memory[str(client)])
 
-    def _opened(self, client: int, ask: str, round: int, answer: bytes | MessageError) -> Answer:
-        """The messages in an answer, and what it means for what the server knows of the site."""
-        state, name = self.state, str(client)
+    def _address(self, what: str, client: int, round: int) -> dict[str, Any]:
+        return {"run": self.registry.run, "client": client, "ask": what, "stage": self.tally.stage, "round": round}
+
+    def _opened(self, client: int, what: str, round: int, answer: bytes | MessageError) -> Answer:
+        """The messages in an answer, and what it means for what the server knows of the node."""
         try:
             if isinstance(answer, MessageError):
                 raise answer
@@ -211,139 +104,213 @@ class RemoteChannel(Channel):
             head, messages = unwrap(answer)
             if problem := head.get("problem"):
                 self._hear(client, str(head.get("kind")), str(problem))
-            wanted = {"run": self.sites.run, "client": client, "ask": ask, "stage": self.stage, "round": round}
+            wanted = self._address(what, client, round)
             if {key: head.get(key) for key in wanted} != wanted or type(head.get("memory")) is not int:
                 raise MessageError("head", f"site {client} answered something else than it was asked")
             parts = head.get("parts")
             if not isinstance(parts, list) or len(parts) != len(messages):
                 raise MessageError("head", f"site {client} sent messages that it does not name")
         except MessageError as error:
-            if name in self.sure:
-                state.known[name] = self.sure[name]
-            else:
-                state.known.pop(name, None)
-            state.ahead = [other for other in state.ahead if other != client]
+            if self.book:
+                self.book.doubt(client)
             return error
-        self.note(round, client, "up", ENVELOPE, len(answer) - sum(map(len, messages)))
-        state.memory[name] = head["memory"]
-        if name in state.known:
-            self.sure[name] = state.known[name]
+        self.tally.note(round, client, "up", ENVELOPE, len(answer) - sum(map(len, messages)))
+        self.memory[str(client)] = head["memory"]
+        if self.book:
+            self.book.confirm(client)
         return dict(zip(map(str, parts), messages, strict=True))
 
     def _hear(self, client: int, kind: str, problem: str) -> None:
-        """A site could not do what it was asked."""
-        self.say(f"site {client}: {problem}")
-        if kind in ("memory", "run"):  # it has lost what it knew: begin anew with it
-            self.sure.pop(str(client), None)
-            self.state.memory.pop(str(client), None)
-            self.state.given = [other for other in self.state.given if other != client]
+        """A node could not do what it was asked."""
+        self.registry.say(f"site {client}: {problem}")
+        if kind in ("memory", "run"):  # it has lost what it knew: start over with it
+            self.memory.pop(str(client), None)
+            if self.book:
+                self.book.forget(client)
         if kind == "run":
-            self.sites.forget(client)
+            self.registry.forget(client)
         raise MessageError(kind if kind in PROBLEMS else "site", problem)
 
 
-class RemoteRounds(Federated):
-    """One stage across sites."""
+class RemoteClients:
+    """The clients of one stage, each at a node elsewhere."""
 
-    channel: RemoteChannel
+    at_once = None
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.channel = RemoteChannel(self.context, self.stage.name, self.state, self.device)
-
-    def _fates(self, clients: Sequence[int], number: int) -> dict[int, str]:
-        """Who can be reached. What else becomes of a client is seen when it answers, or does not."""
-        here = self.channel.sites.here()
-        return {client: "ok" if client in here else "unavailable" for client in clients}
-
-    def _told(self, client: int) -> dict[str, Any]:
-        """What a site must know beside its messages: which masks are in use, and whether the server has its own."""
-        tier = None if self.own_masks else self._tier(client)
-        masks = {"moved": self.moved, "mask": self.mask, "tier": tier}
-        known = {name: mask and mask.id for name, mask in masks.items()}
-        return {**known, "generation": self.state.generation, "given": client in self.state.given}
-
-    def _aggregate(
+    def __init__(
         self,
-        trains: list[int],
-        reached: list[int],
-        rate: float,
-        effort: Effort,
-        fates: Mapping[int, str],
-        lost: Losses,
-        refused: dict[int, str],
-    ) -> tuple[Tensor | None, int]:
-        if self.mode == "plain":
-            return self._mean(self._updates(trains, rate, effort, refused), len(trains))
-        answers = self._trained(trains, rate, effort)  # updates stay where they are until they are summed
-        gone = {client: answer.reason for client, answer in answers.items() if isinstance(answer, MessageError)}
-        for client, reason in gone.items():
-            self.channel.silence("update", [client], self.state.round, "up", reason)
-        refused |= gone
-        return self._secure_mean(iter(()), [client for client in trains if client not in gone], {}, refused)
+        context: ServerContext,
+        registry: Registry,
+        stage: str,
+        memory: dict[str, int],
+        book: MaskBook | None = None,
+    ) -> None:
+        """`memory` holds the valid version of each node's memory; without a `book`, clients only answer questions."""
+        self.context, self.registry, self.book, self.people = context, registry, book, context.population
+        self.device = context.train.labels.device
+        self.mailbox = Mailbox(registry, Tally(context.ledger, stage), memory, book)
+        self.tally, self.stage = self.mailbox.tally, stage
+        message = context.experiment.message
+        self.up = Coding(message.up, message.group, message.top_k)
+        self.secret = context.experiment.privacy.aggregation == "secagg"
+        self.scaffold = self.people.settings.correction.kind == "scaffold"
+        self.lost: dict[int, str] = {}
+        self.waited = 0.0
+        self._here: list[int] = []  # clients of this round that can be reached
+        self._kept: list[int] = []  # clients that keep an update for a secure sum
 
-    def _trained(self, clients: list[int], rate: float, effort: Effort) -> dict[int, Answer]:
-        """What sites answer when they have trained."""
-        clock, number = time.perf_counter(), self.state.round
-        answers = self.channel.request("train", clients, number, lambda client: {**self._told(client), "lr": rate})
-        effort.seconds += time.perf_counter() - clock
-        return answers
+    # --- messages down -----------------------------------------------------------------------------------------------
 
-    def _updates(self, clients: list[int], rate: float, effort: Effort, refused: dict[int, str]) -> Iterator[Update]:
-        """The sound updates of all sites that answered in time, in the order of the clients."""
-        answers, number, state = self._trained(clients, rate, effort), self.state.round, self.state
+    def call(self, cohort: Sequence[int], round: int) -> list[int]:
+        """Find out who can be reached. What else becomes of a client shows when it answers, or does not."""
+        here = self.registry.here()
+        self._here = [client for client in cohort if client in here]
+        return self._here
+
+    def tell(self, parcel: Parcel, clients: Sequence[int], values: torch.Tensor | None = None) -> Decoded:
+        """Have the same travel to each of `clients`, and give it as they will receive it."""
+        message = parcel.seal(values)
         for client in clients:
-            answer = answers.pop(client)
-            over, places = next((over, places) for _, over, places in self._groups([client]))
-            enclose = self.own_masks and client not in state.given
-            self._take_effort(effort, client, answer)
-            change = self._take_control(client, answer)
-            reply = self.channel.take("update", client, number, over, self.up, answer, enclose)
-            for part in (change, reply):
-                if isinstance(part, MessageError):
-                    refused[client] = part.reason
-            if client in refused or isinstance(reply, MessageError):
-                if not isinstance(answer, MessageError):
-                    self.channel.refuse(client)
-                continue
-            if reply.mask is not None:
-                self._keep_own_mask(client, reply.mask)
-                places = reply.mask.indices().to(self.device)
-            if isinstance(change, Message):
-                assert state.control is not None
-                state.control += change.values.to(self.theta.dtype) / self.population.trainers
-            weight = float(reply.n) if self.settings.weighting == "examples" else 1.0
-            yield Update(client, reply.values.to(self.theta.dtype), weight, places)
-        if self.own_masks:
-            self._grow([client for client in clients if client not in refused])
+            self.mailbox.put(client, {"what": parcel.what, "within": parcel.within and parcel.within.id}, message)
+        return parcel.open(message, device=self.device)
 
-    def _groups(self, clients: list[int]) -> Iterator[tuple[list[int], Mask | ParamSpace, Tensor | None]]:
-        """As in one process; the mask that a site has made, and not sent yet, is any."""
-        if self.own_masks and clients[0] not in self.state.given:
-            yield clients, self.space, None
+    def _terms(self, client: int) -> Mapping[str, Any]:
+        return self.book.terms(client) if self.book else {}
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, cohort: Sequence[int], round: int, lr: float) -> Iterator[TrainReply]:
+        """Have nodes train, and give the replies of those that answer in time."""
+        gone = [client for client in cohort if client not in self._here]
+        self.tally.silence("model", gone, round, "down", "unavailable")
+        yield from (Refusal(client, "unavailable") for client in gone)
+        clock = time.perf_counter()
+        answers = self.mailbox.ask("train", round, {client: {**self._terms(client), "lr": lr} for client in self._here})
+        yield Worked(torch.empty(0, 3), torch.empty(0, 0), time.perf_counter() - clock)
+        if self.secret:
+            failed = {client: answer.reason for client, answer in answers.items() if isinstance(answer, MessageError)}
+            for client, reason in failed.items():
+                self.tally.silence("update", [client], round, "up", reason)
+                yield Refusal(client, reason)
+            self._kept = [client for client in self._here if client not in failed]
+            return
+        for client in self._here:
+            yield from self._taken(client, round, answers.pop(client))
+
+    def _taken(self, client: int, round: int, answer: Answer) -> Iterator[TrainReply]:
+        """What a node did, and its update if that is sound. All of its messages count, or none."""
+        book = self.book
+        assert book is not None
+        if not isinstance(answer, MessageError):
+            yield self._worked(client, round, answer)
+        parcels, places = [Parcel("update", round, book.trains, self.up)], None
+        if book.encloses(client):  # its mask may be any
+            parcels = [Parcel("update", round, book.space, self.up, enclose=True)]
         else:
-            yield from super()._groups(clients)
-
-    def _take_effort(self, effort: Effort, client: int, answer: Answer) -> None:
-        """Count what a client did; one that went astray says nothing finite."""
-        if isinstance(answer, MessageError):
+            ((_, over, places),) = book.groups([client])
+            parcels = [Parcel("update", round, over, self.up)]
+        if self.scaffold and not isinstance(answer, MessageError):
+            parcels.append(Parcel("control", round, book.trains, self.up))
+        replies = {parcel.what: self.mailbox.take(parcel, client, answer, self.device) for parcel in parcels}
+        if errors := [reply for reply in replies.values() if isinstance(reply, MessageError)]:
+            if not isinstance(answer, MessageError):
+                self.mailbox.refuse(client)
+            yield Refusal(client, errors[0].reason)
             return
-        over = effort_space(self._spans)
-        reply = self.channel.take("effort", client, self.state.round, over, FP64, answer)
+        messages = {what: reply for what, reply in replies.items() if isinstance(reply, Decoded)}
+        update = messages["update"]
+        if update.mask is not None:
+            book.keep_own(client, update.mask, round)
+            places = update.mask.indices().to(self.device)
+        weight = float(update.n) if self.people.settings.weighting == "examples" else 1.0
+        yield Update(client, update.values.to(book.base.dtype), weight, places, messages)
+
+    def _worked(self, client: int, round: int, answer: Answer) -> Worked:
+        """What a node did; one that went astray says nothing finite."""
+        assert self.book is not None
+        over = effort_space(self.book.spans)
+        reply = self.mailbox.take(Parcel("effort", round, over, FP64), client, answer, self.device)
         if isinstance(reply, MessageError):
-            effort.astray += reply.reason == "not finite"
-            return
-        effort.add(over.view(reply.values, "sums")[None], self._spans, over.view(reply.values, "squares")[:, None])
+            return Worked(torch.empty(0, 3), torch.empty(0, 0), 0.0, int(reply.reason == ASTRAY))
+        return Worked(over.view(reply.values, "sums")[None], over.view(reply.values, "squares")[:, None], 0.0)
 
-    def _take_control(self, client: int, answer: Answer) -> Reply | None:
-        """SCAFFOLD: the change of a client's control variate. It counts with the update or not at all."""
-        if self.state.control is None or isinstance(answer, MessageError):
-            return None
-        return self.channel.take("control", client, self.state.round, self.mask or self.space, self.up, answer)
+    # --- questions ---------------------------------------------------------------------------------------------------
 
-    def _keep_own_mask(self, client: int, mask: Mask) -> None:
-        """The server's copy of a mask that a site made for itself."""
-        bits = torch.from_numpy(mask.bits.copy())
-        self.context.store.put(client, self.state.round, **{f"{self.stage.name}.mask": bits})
-        self.context.keep_mask(f"client-{client}", mask)
-        self.state.given.append(client)
+    def answers(self, ask: Ask, clients: Sequence[int], needed: bool) -> Iterator[Reply]:
+        """The answers of all that give one; the ledger says why others do not. Too few of those needed end the run."""
+        parcel = Parcel(ask.what, ask.round, ask.over, ask.coding)
+        replies = {
+            client: self.mailbox.take(parcel, client, answer, self.device)
+            for client, answer in self._ask(ask, clients, needed).items()
+        }
+        if needed:
+            self.lost |= {client: reply.reason for client, reply in replies.items() if isinstance(reply, MessageError)}
+            self._check_enough(ask.what, clients)
+        yield from (reply for reply in replies.values() if not isinstance(reply, MessageError))
+
+    def keep(self, ask: Ask, clients: Sequence[int], needed: bool) -> list[int]:
+        """Have nodes keep their answers, and give those that did."""
+        answers = self._ask(ask, clients, needed)
+        failed = {client: answer.reason for client, answer in answers.items() if isinstance(answer, MessageError)}
+        for client, reason in failed.items():
+            self.tally.silence(ask.what, [client], ask.round, "up", reason)
+        if needed:
+            self.lost |= failed
+            self._check_enough(ask.what, clients)
+        return [client for client in answers if client not in failed]
+
+    def _ask(self, ask: Ask, clients: Sequence[int], needed: bool) -> dict[int, Answer]:
+        """Ask nodes; of those needed, all that can be reached and did not fall out before."""
+        if needed:
+            clients = self.reached(ask.what, clients, ask.round, again=ask.continues)
+        terms = {client: {**self._terms(client), **ask.terms(client)} for client in clients}
+        return self.mailbox.ask(ask.what, ask.round, terms)
+
+    def reached(self, what: str, clients: Sequence[int], round: int, again: bool = False) -> list[int]:
+        """Those of `clients` that can be reached; `again`, without those that fell out of the question before."""
+        if not again:
+            self.lost = {}
+        here = self.registry.here()
+        gone = [client for client in clients if client not in here and client not in self.lost]
+        self.tally.silence(what, gone, round, "down", "unavailable")
+        self.lost |= dict.fromkeys(gone, "unavailable")
+        return [client for client in clients if client not in self.lost]
+
+    def _check_enough(self, what: str, clients: Sequence[int]) -> None:
+        count, minimum = len(clients) - len(self.lost), self.people.settings.minimum_replies
+        if count < minimum:
+            raise FedsieveError(
+                f'stage "{self.stage}": {count} of {len(clients)} sites sent their {what}, and '
+                f"federation.minimum_replies is {minimum}. The run can go on from its last checkpoint when they are back",
+                1,
+            )
+
+    # --- secure sums -------------------------------------------------------------------------------------------------
+
+    def kept(self) -> list[int]:
+        """The nodes that have trained."""
+        return self._kept
+
+    def exchange(self, secret: SecretSum) -> Exchange:
+        """A secure sum among nodes."""
+        return RemoteExchange(self.mailbox, secret)
+
+
+class RemoteExchange:
+    """One secure sum among nodes."""
+
+    def __init__(self, mailbox: Mailbox, secret: SecretSum) -> None:
+        self.mailbox, self.secret = mailbox, secret
+        self.why: Mapping[int, str] = {}
+
+    def __call__(self, phase: int, messages: Mapping[int, bytes]) -> Iterable[Arrival]:
+        """Bring a phase's messages to the nodes, and give what comes back."""
+        mailbox, secret = self.mailbox, self.secret
+        mailbox.waiting = {client: [({"what": SUM}, message)] for client, message in messages.items()}
+        terms = {**secret.terms, "sum": secret.what, "phase": phase}
+        for client, answer in mailbox.ask(SUM, secret.round, dict.fromkeys(messages, terms)).items():
+            if isinstance(answer, MessageError):
+                yield client, mailbox.sizes.pop(client, 0), answer
+            else:
+                found = answer.get(SUM, b"")
+                yield client, len(found), found

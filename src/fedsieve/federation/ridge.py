@@ -1,130 +1,141 @@
-"""A linear head in closed form, exact for every partition (Fed3R, Fanì et al. 2024).
+"""A linear head in closed form as a stage: one round, in which clients send sums (see `least_squares`)."""
 
-Clients send Phi^T Phi and Phi^T Y of their features; sums do not care how the images are spread. The server solves
-(G + strength n I) W = B, and scales the logits by a temperature, since regression onto 0 and 1 gives nearly flat ones.
-"""
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
-import scipy.optimize
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedsieve.config import Ridge
-from fedsieve.federation.channel import EXACT, Channel, Part
-from fedsieve.federation.sums import sum_over_clients
+from fedsieve.config import Ridge, Stage
+from fedsieve.federation.asks import Losses, Statistics
+from fedsieve.federation.channel import EXACT, Parcel
+from fedsieve.federation.clients import Clients
+from fedsieve.federation.least_squares import (
+    DEFAULT_STRENGTH,
+    SCALES,
+    STRENGTHS,
+    fit_scale,
+    head_space,
+    solve,
+    statistics_space,
+)
+from fedsieve.federation.state import ServerContext, ServerState
+from fedsieve.federation.sums import Sums
+from fedsieve.model.build import Classifier
 from fedsieve.model.space import ParamSpace
-from fedsieve.wire.codec import Coding
+from fedsieve.train.feed import Feed
+from fedsieve.train.loop import Tick, measure, predict
+from fedsieve.train.record import Record
 
-STRENGTHS = tuple(10.0**power for power in range(-6, 2))  # per image
-DEFAULT_STRENGTH = 1e-3
-SCALES = np.geomspace(0.5, 200, 61)  # of the logits, where they are fitted on clients' sums
-LOSSES = ParamSpace(("losses",), ((len(SCALES),),))
-FP64 = Coding("fp64")
-
-
-def statistics_space(width: int, classes: int) -> ParamSpace:
-    """What a client's statistics are in a message: half of a symmetric matrix, and a matrix."""
-    return ParamSpace(("gram", "moment"), (((width + 1) * (width + 2) // 2,), (width + 1, classes)))
+Labelled = tuple[Tensor, Tensor]  # features and labels
+Solved = tuple[Tensor, Tensor, dict[str, float]]  # weight and bias, and what was chosen
 
 
-def statistics(features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """The statistics of some images, one float64 vector of `statistics_space`. The last feature is a constant 1."""
-    phi = F.pad(features.double(), (0, 1), value=1.0)
-    rows, columns = torch.triu_indices(phi.shape[1], phi.shape[1], device=phi.device)
-    moment = phi.T @ F.one_hot(labels, classes).double()
-    return torch.cat([(phi.T @ phi)[rows, columns], moment.flatten()])
+@dataclass(frozen=True, eq=False)
+class Solver:
+    """Solves for a head of `classes` on features of `width`."""
 
+    settings: Ridge
+    width: int
+    classes: int
+    total: Callable[[Statistics | Losses], Tensor]  # the answers of all clients, summed
+    send: Callable[[ParamSpace, Tensor], Tensor]  # sends values to all clients, and gives them as they are received
 
-def solve(total: Tensor, count: int, width: int, classes: int, strength: float) -> tuple[Tensor, Tensor]:
-    """Weight (classes, width) and bias (classes,) of the ridge regression with these summed statistics; float64."""
-    space = statistics_space(width, classes)
-    gram = total.new_zeros(width + 1, width + 1)
-    rows, columns = torch.triu_indices(width + 1, width + 1, device=total.device)
-    gram[rows, columns] = space.view(total, "gram")
-    gram = gram + gram.triu(1).T
-    penalty = torch.full((width + 1,), strength * count, dtype=total.dtype, device=total.device)
-    penalty[-1] = 0.0  # the bias is free
-    solution = torch.linalg.solve(gram + penalty.diag(), space.view(total, "moment"))
-    return solution[:-1].T.contiguous(), solution[-1].clone()
+    def head(self, validation: Labelled | None) -> Solved:
+        """Weight and bias, float64, and what was chosen.
 
+        Strength and scale are chosen on `validation` features and labels. Without any, the strength is the default, and the
+        scale is fitted on the clients' own images: they receive the head, and send their losses at a grid of scales.
+        """
+        total = self.total(Statistics(self.width, self.classes))
+        # The product of the constant feature with itself counts the images.
+        seen = max(1, round(statistics_space(self.width, self.classes).view(total, "gram")[-1].item()))
 
-def fit_scale(logits: Tensor, labels: Tensor) -> float:
-    """The factor on the logits that gives these labels the highest likelihood."""
-    logits = logits.double()
+        def solved(strength: float) -> tuple[Tensor, Tensor]:
+            return solve(total, seen, self.width, self.classes, strength)
 
-    def loss(log_scale: float) -> float:
-        return F.cross_entropy(logits * math.exp(log_scale), labels).item()
+        strength = self.settings.strength or DEFAULT_STRENGTH
+        if self.settings.strength is None and validation is not None:
+            features, labels = validation[0].double(), validation[1]
+            right = {}
+            for candidate in STRENGTHS:
+                weight, bias = solved(candidate)
+                right[candidate] = int(((features @ weight.T + bias).argmax(1) == labels).sum())
+            strength = max(right, key=lambda candidate: (right[candidate], candidate))
+        weight, bias = solved(strength)
+        scale = self._scale(weight, bias, validation)
+        return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}
 
-    found = scipy.optimize.minimize_scalar(loss, bounds=(math.log(SCALES[0]), math.log(SCALES[-1])), method="bounded")
-    return math.exp(found.x)
-
-
-def federated_ridge(
-    settings: Ridge,
-    features: Tensor,
-    labels: Tensor,
-    classes: int,
-    clients: Sequence[tuple[int, np.ndarray]],
-    validation: tuple[Tensor, Tensor] | None,
-    channel: Channel,
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Weight and bias of the head, float64, and what was chosen.
-
-    `clients` are numbers and their examples among `features`. Strength and scale are chosen on `validation` features and
-    labels; without any, the strength is the default, and the scale is fitted on the clients' own images: they receive the
-    head, and send their losses at a grid of scales.
-    """
-    width = features.shape[1]
-    space = statistics_space(width, classes)
-
-    def parts(values: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Part]:
-        """What each client makes of its features and labels."""
-        for client, examples in clients:
-            rows = torch.from_numpy(examples).to(features.device)
-            yield client, values(features[rows], labels[rows]), len(examples)
-
-    numbers = [client for client, _ in clients]
-    mine = parts(lambda phi, truth: statistics(phi, truth, classes))
-    total, _ = sum_over_clients(channel, "statistics", 0, space, mine, FP64, clients=numbers)
-    seen = max(1, round(space.view(total, "gram")[-1].item()))  # the product of the constant feature with itself
-
-    def head(strength: float) -> tuple[Tensor, Tensor]:
-        return solve(total, seen, width, classes, strength)
-
-    strength = settings.strength or DEFAULT_STRENGTH
-    if settings.strength is None and validation is not None:
-        phi, truth = validation[0].double(), validation[1]
-        right = {}
-        for candidate in STRENGTHS:
-            weight, bias = head(candidate)
-            right[candidate] = int(((phi @ weight.T + bias).argmax(1) == truth).sum())
-        strength = max(right, key=lambda candidate: (right[candidate], candidate))
-    weight, bias = head(strength)
-    if settings.temperature is not None:
-        scale = 1 / settings.temperature
-    elif validation is not None:
-        scale = fit_scale(validation[0].double() @ weight.T + bias, validation[1])
-    else:
-        over = head_space(width, classes)
+    def _scale(self, weight: Tensor, bias: Tensor, validation: Labelled | None) -> float:
+        if self.settings.temperature is not None:
+            return 1 / self.settings.temperature
+        if validation is not None:
+            return fit_scale(validation[0].double() @ weight.T + bias, validation[1])
+        over = head_space(self.width, self.classes)
         sent = over.flatten({"weight": weight.float(), "bias": bias.float()})
-        heard = channel.down("head", numbers, 0, over, sent, EXACT).values
-        mine = parts(lambda phi, truth: losses_at_scales(heard, phi, truth, classes))
-        losses, _ = sum_over_clients(channel, "losses", 0, LOSSES, mine, FP64, clients=numbers)
-        scale = float(SCALES[int(losses.argmin())])
-    return weight * scale, bias * scale, {"strength": strength, "temperature": 1 / scale}
+        return float(SCALES[int(self.total(Losses(self.send(over, sent), self.classes)).argmin())])
 
 
-def head_space(width: int, classes: int) -> ParamSpace:
-    """What a head is in a message."""
-    return ParamSpace(("weight", "bias"), ((classes, width), (classes,)))
+class RidgeHead:
+    """A head in closed form from all clients, as a stage of one round."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        stage: Stage,
+        space: ParamSpace,
+        feeds: Callable[[], tuple[Feed, Feed]],
+        connect: Callable[[Feed, ServerState], Clients],
+        validate: Callable[[Feed], dict[str, float]],
+    ) -> None:
+        """`feeds` gives training and validation images as features of the backbone, and `connect` clients that have these."""
+        assert isinstance(context.model, Classifier)
+        self.context, self.stage, self.space, self.model = context, stage, space, context.model
+        self.feeds, self.connect, self.validate = feeds, connect, validate
+        self.state = ServerState(space.read(context.model))
+
+    def rounds(self) -> Iterator[Tick]:
+        """The one round. At the end the model has the head."""
+        context, state, clock = self.context, self.state, time.perf_counter()
+        sent = dict(context.ledger.total)
+        train, validation = self.feeds()
+        clients, members = self.connect(train, state), context.population.all_trainers
+        if (before := context.changed_weights(but=self.space)) is not None:
+            mask, values = before  # features are those of the backbone as it is now
+            clients.tell(Parcel("context", 0, mask, EXACT, enclose=True), members, values.float())
+        chosen = install(self.model, self.space, state, self._solved(clients, members, validation))
+        state.refused = dict(Counter(clients.lost.values()))
+        record = Record(stage=self.stage.name, round=1, cohort=len(members), refused=state.refused)
+        record.note(replies=len(members) - len(clients.lost), **chosen)
+        if len(train):
+            record.note(**measure(predict(self.model.head, train, context.autocast), train.labels, "train"))
+        record.note(**{f"bytes_{way}": context.ledger.total[way] - sent[way] for way in ("up", "down")})
+        if context.account:
+            record.epsilon = context.account.spent()
+        record.note(**self.validate(validation))
+        state.chosen = record.starting_with("val_")
+        record.seconds = state.seconds = time.perf_counter() - clock
+        yield Tick(1, 1, record)
+
+    def _solved(self, clients: Clients, members: list[int], validation: Feed) -> Solved:
+        sums = Sums(self.context, clients, self.stage.name, self.state.theta.device)
+        classes, width = self.space.shapes[self.space.names.index("head.weight")]
+        solver = Solver(
+            self.stage.ridge,
+            width,
+            classes,
+            total=lambda ask: sums(ask, members)[0],
+            send=lambda over, values: clients.tell(Parcel("head", 0, over, EXACT), members, values).values,
+        )
+        return solver.head(None if validation.features is None else (validation.features, validation.labels))
 
 
-def losses_at_scales(head: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """The summed loss of a `head` (of `head_space`) at each of `SCALES`."""
-    parts = head_space(features.shape[1], classes).unflatten(head.double())
-    logits = features.double() @ parts["weight"].T + parts["bias"]
-    return torch.stack([F.cross_entropy(logits * scale, labels, reduction="sum") for scale in SCALES])
+def install(model: Classifier, space: ParamSpace, state: ServerState, solved: Solved) -> dict[str, float]:
+    """Give the model a solved head, end the stage, and pass on what was chosen."""
+    weight, bias, chosen = solved
+    parts = {"head.weight": weight, "head.bias": bias}
+    theta = space.flatten({name: parts[name].to(state.theta.dtype) for name in space.names})
+    space.write(model, theta)
+    state.theta, state.round, state.best_at, state.done = theta, 1, 1, True
+    return chosen

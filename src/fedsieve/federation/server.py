@@ -1,70 +1,290 @@
-"""Server optimizers (Reddi et al. 2021, "Adaptive federated optimization"), on the k values that move."""
+"""The server of a federated stage: choose a cohort, broadcast, have clients train, aggregate, step, record.
+
+`ServerState` goes in and comes out of every round, and every draw has an address, so that a stage continued from a saved
+state repeats exactly what it would have done. Where clients run is `Clients`' concern, and what only some runs do that of
+their `ServerPart`s.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from fedsieve.config import Server
+from fedsieve.config import Stage
+from fedsieve.errors import Diverged, FedsieveError
+from fedsieve.federation.asks import Metrics, Scores
+from fedsieve.federation.calibrate import Calibration, sieve_at
+from fedsieve.federation.channel import EXACT, Parcel, Tally, rounding_key
+from fedsieve.federation.clients import Clients, NotFinite, Replies
+from fedsieve.federation.maskbook import MaskBook
+from fedsieve.federation.means import choose_mean
+from fedsieve.federation.parts import ServerPart, server_parts
+from fedsieve.federation.server_optimizers import after_new_mask, fresh, server_step
+from fedsieve.federation.state import ServerContext, ServerState
+from fedsieve.federation.sums import Sums
+from fedsieve.federation.vectors import pieces
+from fedsieve.mask.mask import Mask
+from fedsieve.train.loop import Tick
+from fedsieve.train.record import Record
+from fedsieve.train.schedule import learning_rate
+from fedsieve.wire.codec import Coding
 
-State = dict[str, Tensor]
-
-
-def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Tensor:
-    """How far the server moves, (k,), given the clients' mean update `delta`; `state` holds its buffers.
-
-    No value depends on another, so that it can be called for some of them at a time, with these parts of the buffers.
-    """
-    if settings.optimizer == "sgd":
-        return lr * delta
-    if not state:
-        state |= fresh(settings, delta, delta.dtype)
-    if settings.optimizer == "momentum":
-        momentum = state["momentum"]
-        momentum.mul_(settings.momentum).add_(delta)
-        return lr * momentum
-    first, second = state["first"], state["second"]
-    first.mul_(settings.momentum).add_(delta, alpha=1 - settings.momentum)
-    square = delta.square()
-    if settings.optimizer == "adam":
-        second.mul_(settings.beta2).add_(square, alpha=1 - settings.beta2)
-    elif settings.optimizer == "yogi":
-        second.sub_((second - square).sign() * square, alpha=1 - settings.beta2)
-    else:
-        second.add_(square)
-    return lr * first / (second.sqrt() + settings.tau)
+TOO_FEW = "too few replies"
 
 
-def fresh(settings: Server, like: Tensor, dtype: torch.dtype) -> State:
-    """The buffers before the first step, of the shape of `like`."""
-    names = {"sgd": (), "momentum": ("momentum",)}.get(settings.optimizer, ("first", "second"))
-    return {name: torch.full_like(like, settings.tau**2 if name == "second" else 0.0, dtype=dtype) for name in names}
+class Rounds:
+    """One stage across clients. `rounds()` trains until it is done, yielding after every round."""
 
+    def __init__(
+        self,
+        context: ServerContext,
+        stage: Stage,
+        book: MaskBook,
+        clients: Clients,
+        state: ServerState,
+        validate: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        assert context.experiment.federation is not None
+        self.context, self.stage, self.theta, self.book, self.clients = context, stage, book.theta, book, clients
+        self.state, self.validate, self.settings = state, validate, context.experiment.federation
+        self.population, self.seed = context.population, context.experiment.seed
+        self.before = context.changed_weights()  # what no device has from the beginning
+        self.down = Coding(context.experiment.message.down, context.experiment.message.group)
+        self.tally = Tally(context.ledger, stage.name)
+        self.sums = Sums(context, clients, stage.name, book.device)
+        self.mean = choose_mean(context, clients, book, self.sums.secure, self.tally)
+        self.parts: list[ServerPart] = server_parts(context, clients, self.sums, book, state, self.introduce)
+        self.announced: object = self  # the mask whose noise was spoken of; none yet
+        state.complete(book.base)
 
-def after_new_mask(settings: Server, state: State, old: Tensor, new: Tensor) -> State:
-    """The buffers for the weights `new`, given those for `old`: what is known of a weight goes with it.
+    def rounds(self) -> Iterator[Tick]:
+        """Rounds until the stage is over. At the end the model has the chosen round's weights."""
+        state = self.state
+        while not state.done:
+            clock, sent = time.perf_counter(), dict(self.context.ledger.total)
+            self.prepare()
+            record = self.round()
+            state.round += 1
+            last = state.round == self.stage.length
+            if last or state.round % self.settings.evaluate_every == 0:
+                if self.settings.client_validation:
+                    record.note(**self.measure(record))
+                self._show(state.theta)
+                record.note(**self.validate())
+            total = self.context.ledger.total  # with what was sent before the round, and after it
+            record.note(**{f"bytes_{way}": size - sent[way] for way, size in total.items()})
+            record.seconds = time.perf_counter() - clock
+            state.seconds += record.seconds
+            self._check(record)
+            self.choose(record, last)
+            if state.done:
+                self._show(state.theta if state.best is None else state.best)
+            yield Tick(state.round, self.stage.length, record)
 
-    `momentum_correction` says how much of the momentum does: the more the mask changed, the less old steps may count.
-    """
-    if settings.momentum_correction == "reset":
-        return {}
-    state = {
-        name: carried(values, old, new, settings.tau**2 if name == "second" else 0.0) for name, values in state.items()
-    }
-    if settings.momentum_correction == "scale":
-        share = torch.isin(new, old).double().mean().item()
-        for name in {"momentum", "first"} & set(state):
-            state[name] *= share
-    return state
+    def prepare(self) -> None:
+        """The mask of the coming round, and what clients must know before it."""
+        if self.book.due(self.state.round):
+            self.calibrate()
+        self._announce()
+        for part in self.parts:
+            part.begin(self.state.round)
 
+    def round(self) -> Record:
+        """One communication round."""
+        state, stage, number = self.state, self.stage, self.state.round
+        cohort = self.population.cohort(stage.name, number).tolist()
+        reached = self.clients.call(cohort, number)
+        self.broadcast(reached, number)
+        for part in self.parts:
+            part.broadcast(reached, number)
+        rate = learning_rate(number, stage.length, stage.optimizer.lr, stage.schedule, stage.warmup_rounds)
+        replies = Replies(self.clients.train(cohort, number, rate), self.book.spans, self.parts)
+        mean = self.mean(replies, number)
+        if replies.effort.astray and not replies.effort.trained:
+            self._diverged(number + 1)
+        enough = replies.count >= self.settings.minimum_replies or self.context.account is not None
+        if mean is not None and enough:
+            state.taken += 1
+            self.step(mean)
+        else:
+            self.tally.silence("update", replies.waste(TOO_FEW), number, "up", TOO_FEW)
+        for part in self.parts:
+            part.end(number)
+        state.clients_at_once = self.clients.at_once
+        return self.record(replies, rate, len(cohort))
 
-def carried(values: Tensor, old: Tensor | None, new: Tensor | None, fill: float = 0.0) -> Tensor:
-    """Values of the places `old` (ascending; None: all) as values of the places `new`; `fill` where there were none."""
-    if new is None or old is None:
-        if old is None:
-            return values if new is None else values[new]
-        raise ValueError("values of some places cannot become values of all")
-    result = values.new_full((len(new),), fill)
-    if len(old):
-        place = torch.searchsorted(old, new).clamp(max=len(old) - 1)
-        found = old[place] == new
-        result[found] = values[place[found]]
-    return result
+    def broadcast(self, reached: Sequence[int], round: int) -> None:
+        """Bring clients up to date, and lay the server's weights over the model as they receive them.
+
+        `round` is the one that the bytes are counted in.
+        """
+        self.introduce(reached, round)
+        book, key = self.book, rounding_key(self.seed, self.stage.name, self.state.round, "down")
+        lacking = [client for client in reached if client not in book.state.ahead]
+        parcel = Parcel("model", round, book.moved or book.space, self.down, key)
+        try:
+            message = self.clients.tell(parcel, lacking, book.outgoing(self.state.theta, self.down))
+        except FedsieveError:  # not finite, or too large for the format
+            self._diverged(self.state.round + 1)
+        book.lay(message.values, self.down, self.theta)
+        book.state.ahead = []
+
+    def introduce(self, clients: Sequence[int], round: int) -> None:
+        """Send what clients lack besides the weights of this stage: what earlier stages changed, and masks."""
+        self._tell_before(clients, round)
+        for parcel, members in self.book.introductions(clients, round):
+            self.clients.tell(parcel, members)
+
+    def step(self, mean: Tensor) -> None:
+        """Move the server by the mean update."""
+        state, server, support = self.state, self.settings.server, self.book.support
+        lr = learning_rate(state.round, self.stage.length, server.lr, server.schedule)
+        if not state.server:
+            state.server = fresh(server, mean, state.theta.dtype)
+        for part in pieces(len(mean), mean.device):
+            buffers = {name: buffer[part] for name, buffer in state.server.items()}
+            step = server_step(server, lr, mean[part].to(state.theta.dtype), buffers)
+            if support is None:
+                state.theta[part] += step
+            else:
+                state.theta.index_add_(0, support[part], step)
+
+    def record(self, replies: Replies, rate: float, cohort: int) -> Record:
+        """What a round leaves in the metrics, and in the state's counts."""
+        state, reasons = self.state, Counter(replies.refused.values())
+        for reason, count in reasons.items():
+            state.refused[reason] = state.refused.get(reason, 0) + count
+        state.drift = replies.effort.mean_drift
+        record = Record(stage=self.stage.name, round=state.round + 1, lr=rate, cohort=cohort)
+        record.note(replies=replies.count, refused=dict(reasons), **replies.effort.measured())
+        if self.context.account is not None:
+            record.epsilon = self.context.account.spent()
+        if any(device.delay for device in self.settings.devices):
+            record.simulated_seconds = self.clients.waited
+            state.simulated_seconds += self.clients.waited
+        return record
+
+    # --- masks -------------------------------------------------------------------------------------------------------
+
+    def calibrate(self) -> None:
+        """A new mask for all; what the server learnt of weights that still train stays."""
+        book, state, clock = self.book, self.state, time.perf_counter()
+        assert book.sieve is not None
+        generation, old = book.state.generation, book.restored(book.state.mask)
+        sieve = sieve_at(book.sieve, generation, self.stage.length)
+        self._show(state.theta)
+        calibration = Calibration(self.context, self.stage.name, book.space, sieve, generation)
+        sensitivity = calibration.public if sieve.scope == "public" else self._summed_scores(calibration)
+        mask, scores = calibration.mask(sensitivity)
+        book.renew(mask, scores)
+        if old is not None:
+            places = [one.indices().to(self.theta.device) for one in (old, mask)]
+            state.server = after_new_mask(self.settings.server, state.server, *places)
+        book.save("" if generation == 0 else f"round-{state.round + 1}", mask)
+        book.state.seconds += time.perf_counter() - clock
+
+    def _summed_scores(self, calibration: Calibration) -> Callable[[Mask, int], Tensor]:
+        """Scores as sums over some clients, who hear before each calibration round what is left to score."""
+        scoring, round = calibration.scoring(), self.state.round
+        known: Mask | None = None
+
+        def sensitivity(active: Mask, number: int) -> Tensor:
+            nonlocal known
+            if number:
+                self.clients.tell(Parcel("mask", round, active, enclose=True, within=known), scoring)
+            else:
+                self._inform(scoring)
+            known = active
+            ask = Scores(round, calibration.sieve, active, number, len(scoring), calibration.address)
+            total, seen = self.sums(ask, scoring)
+            scores = torch.zeros(active.space.size, device=total.device)
+            return scores.index_copy_(0, active.indices().to(total.device), (total / seen).float())
+
+        return sensitivity
+
+    def _inform(self, clients: Sequence[int]) -> None:
+        """Send what clients need to score the server's weights: all that differs from what they have."""
+        self._tell_before(clients, self.state.round)
+        if (moved := self.book.restored(self.book.state.moved)) is not None:
+            values = self.state.theta.index_select(0, moved.indices().to(self.theta.device)).float()
+            self.clients.tell(Parcel("model", self.state.round, moved, EXACT, enclose=True), clients, values)
+
+    def _tell_before(self, clients: Sequence[int], round: int) -> None:
+        """Send newcomers what earlier stages changed: the rest is as every device has it."""
+        newcomers = self.book.newcomers(clients)
+        if newcomers and self.before is not None:
+            mask, values = self.before
+            self.clients.tell(Parcel("context", round, mask, EXACT, enclose=True), newcomers, values.float())
+
+    def _announce(self) -> None:
+        """Say what noise to expect under the mask in use."""
+        if self.context.account is not None and self.announced is not self.book.mask:
+            self.announced = self.book.mask
+            self.context.say(self.context.account.outlook(self.stage.name, self.book.count))
+
+    # --- evaluation and choice ---------------------------------------------------------------------------------------
+
+    def measure(self, record: Record) -> dict[str, float]:
+        """Have the next round's clients measure the new weights, as they receive them, on images they never train on.
+
+        This round's clients would flatter the model that they have just trained.
+        """
+        self._check(record)  # what diverged cannot be sent
+        number = self.state.round
+        called = self.clients.call(self.population.cohort(self.stage.name, number).tolist(), number)
+        reached = [client for client in called if self.population.held[client]]
+        self.broadcast(reached, number - 1)
+        self.book.state.ahead = reached
+        try:
+            total, count = self.sums(Metrics(number - 1), reached, needed=False)
+        except NotFinite:
+            self._diverged(number)
+        if not count:
+            return {}
+        return dict(zip(("client_val_loss", "client_val_accuracy"), (total / count).tolist(), strict=True))
+
+    def choose(self, record: Record, last: bool) -> None:
+        """Keep the weights of the best round so far, and see whether the stage is over."""
+        state = self.state
+        by = "val_accuracy" if len(self.context.validation) else "client_val_accuracy"
+        if by in record and (state.best is None or record[by] > state.chosen[by]):
+            state.best = state.theta.clone()
+            self._note_choice()
+            state.chosen = record.starting_with("val_", "client_val_")
+        patience = self.stage.early_stopping
+        waited = state.round - (state.best_at or 0)
+        state.done = last or (patience is not None and by in record and waited >= patience)
+        if state.done and state.best is None:
+            self._note_choice()
+
+    def _note_choice(self) -> None:
+        """What there is to know of the chosen round besides its weights."""
+        state = self.state
+        state.best_at, state.best_generation, state.best_mask = state.round, self.book.state.generation, self.book.bits
+
+    def _show(self, vector: Tensor) -> None:
+        """Give the model these weights."""
+        with torch.no_grad():
+            self.theta.copy_(vector)
+
+    def _check(self, record: Record) -> None:
+        if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
+            self._diverged(self.state.round)
+
+    def _diverged(self, number: int) -> NoReturn:
+        name, blame = self.stage.name, ""
+        if self.context.account is not None:
+            blame = (
+                ". The noise of privacy.dp may be the cause: a smaller clip_norm or a larger epsilon means less of it"
+            )
+        elif self.population.hostile and self.settings.aggregator.kind == "mean":
+            blame = ". Hostile clients may be the cause: federation.aggregator names rules that bear some"
+        raise Diverged(
+            f'stage "{name}" diverged in round {number}: the loss is not finite, or weights are too large to send. '
+            f"Lower stages.{name}.optimizer.lr (now {self.stage.optimizer.lr:g}) or federation.server.lr (now "
+            f"{self.settings.server.lr:g}), or add warmup_rounds or optimizer.clip_norm{blame}"
+        )

@@ -85,6 +85,19 @@ class Pace:
     beside: float = 0.0
 
 
+@dataclass(frozen=True)
+class Split:
+    """How clients are split among ranks."""
+
+    group: int = 1  # clients that a rank works on at once
+    together: int = 1  # answers that are given at a time
+    most: int | None = None  # clients of one rank
+    pace: Pace | None = None
+
+
+SINGLE = Split()
+
+
 def deal(costs: Sequence[float], ranks: int, beside: float = 0.0, most: int | None = None) -> list[list[int]]:
     """Whose turn each place of `costs` is, by rank, ascending: the costliest first, each to the rank with the least so far.
 
@@ -224,19 +237,15 @@ class Team:
         costs: Sequence[float],
         request: Callable[[list[int]], Request],
         bytes_each: int,
-        *,
-        group: int = 1,
-        together: int = 1,
-        most: int | None = None,
-        pace: Pace | None = None,
+        split: Split = SINGLE,
     ) -> Iterator[tuple[range, Batch]]:
         """Have clients worked on by all ranks, this one among them, and give the answers in order as soon as they are there.
 
-        `request` makes what is asked for some clients, by their places in `costs`; `group` of them are worked on at once.
-        Answers are given as many `together`. Those that may wait for their turn are bounded: nobody begins a client that is
-        too far ahead.
+        `request` makes what is asked for some clients, by their places in `costs`. Answers that may wait for their turn are
+        bounded: nobody begins a client that is too far ahead.
         """
         assert self.desk is not None
+        group, together, most, pace = split.group, split.together, split.most, split.pace
         shares = deal(costs, self.size, pace.beside if pace else 0.0, most)
         # Other ranks are asked for some clients at a time; this one looks up after each to serve them.
         sizes = [group] + [group * -(-8 // group)] * len(self.others)

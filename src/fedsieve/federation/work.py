@@ -23,15 +23,17 @@ class Work:
         return len(self.examples)
 
 
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The feed that work is drawn from, and the address of the draws, such as (stage, round)."""
+
+    feed: Feed
+    seed: int
+    address: tuple[int | str, ...]
+
+
 def local_work(
-    client: int,
-    examples: np.ndarray,
-    local: Local,
-    batch_size: int,
-    feed: Feed,
-    seed: int,
-    *address: int | str,
-    share: float = 1.0,
+    client: int, examples: np.ndarray, local: Local, batch_size: int, draws: Draws, share: float = 1.0
 ) -> Work:
     """The work of a client that holds `examples`, drawn at (seed, purpose, *address, client).
 
@@ -42,16 +44,16 @@ def local_work(
     batch = min(batch_size, size)
     per_epoch = -(-size // batch)
     steps = max(1, round(share * (local.steps or per_epoch * (local.epochs or 1))))
-    order = generator(seed, "order", *address, client)
+    order = generator(draws.seed, "order", *draws.address, client)
     rows = np.full((-(-steps // per_epoch), per_epoch * batch), -1)
     for epoch in rows:
         epoch[:size] = order.permutation(examples)
     rows = rows.reshape(-1, batch)[:steps]
-    draws = None
+    feed, changes = draws.feed, None
     if feed.features is None and feed.transform.random:
-        rng = generator(seed, "augment", *address, client)
-        draws = feed.transform.draw(rng, rows.size, *feed.store.height_width).reshape(*rows.shape, -1)
-    return Work(client, rows, draws)
+        rng = generator(draws.seed, "augment", *draws.address, client)
+        changes = feed.transform.draw(rng, rows.size, *feed.store.height_width).reshape(*rows.shape, -1)
+    return Work(client, rows, changes)
 
 
 def side_by_side(works: Sequence[Work], clients: int, batch: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -15,9 +15,8 @@ from fedsieve.flower.warm import IDLE, answer_warm
 
 # Flower starts a process for every message, which only hands it on: what takes long to import is imported where it is used.
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedsieve.config import Experiment
+    from fedsieve.runner.progress import Display
 
 WAIT = 300.0  # seconds for all sites to come,
 DEADLINE = 600.0  # and for each to answer
@@ -47,22 +46,12 @@ def answer_at_site(envelope: bytes, message: Message, context: Context) -> bytes
     return answer_warm(envelope, place, message.metadata.ttl, float(given.get("idle", IDLE)))
 
 
-def serve(
-    grid: Grid,
-    experiment: "Experiment",
-    folder: Path,
-    wait: float,
-    deadline: float,
-    console: "Console",
-    stopped: threading.Event,
-) -> dict[str, Any]:
+def serve(experiment: "Experiment", folder: Path, display: "Display", transport: GridTransport) -> dict[str, Any]:
     """Run the experiment of a ServerApp into a folder, or continue what is there."""
-    from fedsieve.runner.experiment import read_experiment, resume, run
-    from fedsieve.runner.progress import Display
-    from fedsieve.runner.setup import config_digest
+    from fedsieve.runner.model_files import read_experiment
+    from fedsieve.runner.prepare import config_digest
+    from fedsieve.runner.run import resume, run
 
-    display = Display(console)
-    transport = GridTransport(grid, wait, deadline, display.say, stopped)
     if not (folder / "config.yaml").exists():
         return run(experiment, folder, display, transport=transport)
     if config_digest(read_experiment(folder)) != config_digest(experiment):
@@ -78,14 +67,16 @@ def _main(grid: Grid, context: Context) -> None:
     from rich.console import Console
 
     from fedsieve.config import parse_config
+    from fedsieve.runner.progress import Display
 
     given = context.run_config
     experiment = parse_config(str(given.get("experiment", "")), where="the app's experiment")
     folder = Path(str(given.get("out") or experiment.name)).expanduser().absolute()
     console = Console(soft_wrap=True)
+    display = Display(console)
     try:
         wait, deadline = float(given.get("wait", WAIT)), float(given.get("deadline", DEADLINE))
-        serve(grid, experiment, folder, wait, deadline, console, threading.Event())
+        serve(experiment, folder, display, GridTransport(grid, wait, deadline, display.say, threading.Event()))
     except FedsieveError as error:
         console.print(f"error: {error}", highlight=False, markup=False)
         raise

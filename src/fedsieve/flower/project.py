@@ -9,7 +9,7 @@ from fedsieve.config import Experiment, to_yaml
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
 from fedsieve.flower.app import DEADLINE, WAIT
-from fedsieve.runner.remote import check_remote
+from fedsieve.runner.meeting import check_remote
 
 
 def write_app(experiment: Experiment, folder: Path, out: str, deadline: float = DEADLINE) -> Path:

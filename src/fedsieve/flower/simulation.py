@@ -16,9 +16,11 @@ from rich.console import Console
 from fedsieve.config import Experiment
 from fedsieve.errors import FedsieveError
 from fedsieve.flower.app import DEADLINE, client_app, serve
-from fedsieve.runner.remote import check_remote
-from fedsieve.runner.setup import preflight
-from fedsieve.runner.site import Place, answer
+from fedsieve.flower.grid import GridTransport
+from fedsieve.runner.hosting import Host, answer
+from fedsieve.runner.meeting import check_remote
+from fedsieve.runner.preflight import preflight
+from fedsieve.runner.progress import Display
 
 WAIT = 30.0  # seconds for all sites to be there; what is refused here will not come back with other files
 
@@ -52,15 +54,17 @@ def simulate(
         )
     sources = _folders(experiment, data, count)
     found: dict[str, Any] = {}
+    display = Display(console)
     server, home, stopped = ServerApp(), folder.absolute() / "sites", threading.Event()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        found.update(serve(grid, experiment, folder, WAIT, deadline, console, stopped))
+        transport = GridTransport(grid, WAIT, deadline, display.say, stopped)
+        found.update(serve(experiment, folder, display, transport))
 
     def answer_here(envelope: bytes, message: Message, context: Context) -> bytes:
         client = int(context.node_config["partition-id"])
-        return answer(envelope, Place(client, home / str(client), data=sources[client]))
+        return answer(envelope, Host(client, home / str(client), data=sources[client]))
 
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     backend: dict[str, dict[str, Any]] = {

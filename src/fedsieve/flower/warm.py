@@ -32,7 +32,7 @@ TAKEN = b"taken"
 
 
 def answer_warm(envelope: bytes, place: dict[str, Any], seconds: float, idle: float = IDLE) -> bytes:
-    """What the site at `place` (of `Place`, as text) answers; an error where that takes longer than `seconds`."""
+    """What the site at `place` (of `Host`, as text) answers; an error where that takes longer than `seconds`."""
     late, process = threading.Event(), list[int]()
 
     def give_up() -> None:  # whatever waits for the process then ends
@@ -149,9 +149,9 @@ def _gone(process: int) -> bool:
 
 
 def _answer(envelope: bytes, place: dict[str, Any]) -> bytes:
-    from fedsieve.runner.site import Place, answer  # seconds, in which the socket is there already
+    from fedsieve.runner.hosting import Host, answer  # seconds, in which the socket is there already
 
-    return answer(envelope, Place(**{**place, "folder": Path(place["folder"])}))
+    return answer(envelope, Host(**{**place, "folder": Path(place["folder"])}))
 
 
 if __name__ == "__main__":

@@ -215,10 +215,13 @@ def _kinds(model: nn.Module) -> dict[str, set[str]]:
     return found
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def _layer_kind(module: nn.Module, attention: bool, name: str) -> str:
     if "norm" in type(module).__name__.lower():
         return "norm"
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         return "conv"
     if isinstance(module, nn.Linear):
         return "attention" if attention else "linear"

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fedsieve.errors import FedsieveError
-from fedsieve.files import write_atomic
+from fedsieve.files import with_notes, write_atomic
 from fedsieve.model.space import ParamSpace
 
 FORMAT = "fedsieve mask 1"
@@ -120,6 +120,16 @@ class Mask:
             for index, name in enumerate(self.space.names)
         }
 
+    @property
+    def tensor_counts(self) -> list[int]:
+        """The number of active weights of each tensor, in the order of the space."""
+        return list(self.counts().values())
+
+    @property
+    def mask_id(self) -> str:
+        """The id, as a message states which mask its values belong to."""
+        return self.id
+
     def check(self, space: ParamSpace) -> None:
         """Refuse another space than the mask's own, and say what differs."""
         if space.id != self.space.id:
@@ -172,7 +182,7 @@ class Mask:
             "shapes": json.dumps(self.space.shapes),
             "id": self.id,
         }
-        write_atomic(Path(path), safetensors.numpy.save({"bits": self.bits}, metadata=metadata))
+        write_atomic(Path(path), with_notes(safetensors.numpy.save({"bits": self.bits}), metadata))
 
     @classmethod
     def load(cls, path: str | Path, space: ParamSpace | None = None) -> "Mask":

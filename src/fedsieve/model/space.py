@@ -9,11 +9,34 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedsieve.errors import FedsieveError
+
+
+class Layout(Protocol):
+    """The weights that a vector of k values belongs to: all of a `ParamSpace`, or the active ones of a `Mask`."""
+
+    @property
+    def space(self) -> "ParamSpace": ...
+
+    @property
+    def count(self) -> int:
+        """k, the number of values."""
+
+    @property
+    def tensor_counts(self) -> list[int]:
+        """The number of values of each tensor of the space."""
+
+    @property
+    def mask_id(self) -> str | None:
+        """The id of the mask; None for a whole space."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A bool tensor in the shape of one named tensor: which of its weights have a value."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,27 @@ class ParamSpace:
     def id(self) -> str:
         """A digest of names, order and shapes: vectors of spaces with different ids do not mix."""
         return hashlib.blake2b(repr((self.names, self.shapes)).encode(), digest_size=8).hexdigest()
+
+    mask_id = None
+
+    @property
+    def space(self) -> "ParamSpace":
+        """The space itself, as a mask names its space."""
+        return self
+
+    @property
+    def count(self) -> int:
+        """D, as a mask counts its active weights."""
+        return self.size
+
+    @property
+    def tensor_counts(self) -> list[int]:
+        """The number of weights of each tensor."""
+        return [end - start for start, end in itertools.pairwise(self.offsets)]
+
+    def tensor(self, name: str) -> Tensor:
+        """All weights of one named tensor, as a mask gives its active ones."""
+        return torch.ones(self.shapes[self.names.index(name)], dtype=torch.bool)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The vector (D,) of the named tensors. Extra entries are ignored; a missing or misshapen one is refused."""

@@ -50,6 +50,7 @@ class Stack:
         compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda network: network,
     ) -> None:
         self.model, self.space, self.support, self.clients, self.cast = model, space, support, clients, cast
+        self.whole = whole
         self.network = compile(self._network)
         device = next(model.parameters()).device
         everything = torch.arange(space.size, device=device) if support is None else support
@@ -221,7 +222,7 @@ class Stack:
     def _twins(self, inputs: Tensor, kind: torch.dtype) -> list[tuple[Results, Results]]:
         """What each of two copies in type `kind` gives when both run together, and when it runs alone."""
         model = copy.deepcopy(self.model).to(kind).requires_grad_(False)
-        twins = Stack(model, self.space, self.support, clients=2)
+        twins = Stack(model, self.space, self.support, clients=2, whole=self.whole)
         generator = torch.Generator(inputs.device).manual_seed(0)
 
         def noise(*shape: int) -> Tensor:

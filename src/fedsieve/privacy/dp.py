@@ -94,11 +94,12 @@ def noisy(total: Tensor, deviation: float, key: bytes, *address: int | str) -> T
     return total.double() + deviation * noise.view(total.shape).to(total.device)
 
 
-def noisy_mean(
-    total: Tensor, sigma: float, clip: float, rate: float, clients: int, key: bytes, stage: str, round: int
-) -> Tensor:
-    """The mean update that a round gives out, from the sum of its clipped updates; also where nobody answered."""
-    return noisy(total, sigma * clip, key, stage, round) / (rate * clients)
+def noisy_mean(total: Tensor, deviation: float, expected: float, key: bytes, *address: int | str) -> Tensor:
+    """The mean update that a round gives out, from the sum of its clipped updates; also where nobody answered.
+
+    The sum gets noise of this `deviation`, and is divided by the `expected` number of clients.
+    """
+    return noisy(total, deviation, key, *address) / expected
 
 
 def expected_ratio(sigma: float, rate: float, clients: int, k: int) -> float:
@@ -216,7 +217,8 @@ class Account:
     def mean(self, total: Tensor, stage: str, round: int) -> Tensor:
         """Give out the mean update of a round, from the sum of its clipped updates."""
         self.rounds += 1
-        return noisy_mean(total, self.sigma, self.settings.clip_norm, self.rate, self.clients, self.key, stage, round)
+        deviation, expected = self.sigma * self.settings.clip_norm, self.rate * self.clients
+        return noisy_mean(total, deviation, expected, self.key, stage, round)
 
     def total(self, parts: Iterable[Tensor], k: int, settings: Noised) -> Tensor:
         """Give out a sum over all clients, each of whose parts (k,) is shortened first."""

@@ -1,6 +1,6 @@
 """Secure aggregation (Bonawitz et al. 2017): a server that follows the protocol learns the sum of vectors and no more.
 
-`Client` and `Server` exchange bytes only. In each of four phases the server sends to all that are left and each answers:
+`SumClient` and `SumServer` exchange bytes only. In each of four phases the server sends to all that are left and each answers:
 
     phase        server to client                       client to server
     0 advertise  threshold, width, count                two public keys: for shares, for pads
@@ -68,7 +68,7 @@ class Aborted(FedsieveError):
         self.traffic: list[Sent] = []
 
 
-class Client:
+class SumClient:
     """One client in one secure sum. Its state is plain values, so that it can be kept between messages."""
 
     def __init__(self, client: int, values: np.ndarray, round: int = 0, threshold: int = 2) -> None:
@@ -172,7 +172,7 @@ class Client:
         return answer
 
 
-class Server:
+class SumServer:
     """The server of one secure sum: `next` opens a phase, `receive` takes its answers; then `survivors` and `total`."""
 
     def __init__(self, clients: Collection[int], threshold: int, bits: int, count: int, round: int = 0) -> None:
@@ -326,8 +326,20 @@ def secure_sum(
     takes a client's answer in a phase and gives what arrives of it, or refuses it itself (`MessageError`); whose answer
     is refused is out. With fewer than `threshold` left the sum is `Aborted`.
     """
-    drops, first = drops or {}, next(iter(inputs.values()))
-    clients = {client: Client(client, values, round, threshold) for client, values in inputs.items()}
+    first = next(iter(inputs.values()))
+    exchange = in_process(inputs, threshold, drops or {}, round, deliver)
+    return conduct(SumServer(inputs.keys(), threshold, 8 * first.itemsize, len(first), round), exchange)
+
+
+def in_process(
+    inputs: Mapping[int, np.ndarray],
+    threshold: int,
+    drops: Mapping[int, int],
+    round: int,
+    deliver: Callable[[int, int, bytes], bytes],
+) -> Exchange:
+    """Clients of a secure sum in this process. See `secure_sum`."""
+    clients = {client: SumClient(client, values, round, threshold) for client, values in inputs.items()}
 
     def exchange(phase: int, messages: Mapping[int, bytes]) -> Iterator[Arrival]:
         for client, message in messages.items():
@@ -338,10 +350,10 @@ def secure_sum(
                 except MessageError as error:
                     yield client, len(answer), error
 
-    return conduct(Server(inputs.keys(), threshold, 8 * first.itemsize, len(first), round), exchange)
+    return exchange
 
 
-def conduct(server: Server, exchange: Exchange) -> SecureSum:
+def conduct(server: SumServer, exchange: Exchange) -> SecureSum:
     """Lead a secure sum to its end, or until it is `Aborted`. `exchange` brings a phase's messages to clients."""
     traffic = list[Sent]()
     try:

@@ -19,25 +19,24 @@ class PadsRemain(FedsieveError):
 
 
 def padded(
-    update: Tensor,
-    n: int,
+    weighted: Tensor,
     client: int,
     cohort: Collection[int],
     *address: int | str,
     offset: int = 0,
     scale: float = 1.0,
 ) -> Tensor:
-    """What a client sends of its update of k active weights: n * update and its pad, (k,) in float64.
+    """What a client sends: `weighted` (k,), which is n times its update of k active weights, and its pad; in float64.
 
     The pad is drawn anew for each address, such as (stage, round). The cohort's last client takes what makes up for all
     the others.
     """
-    total = n * update.double()
+    total = weighted.double().clone()
     last = max(cohort)
     for member in sorted(cohort) if client == last else [client]:
         if member != last:
             rng = generator(member + offset, "zero sum", *address)
-            noise = torch.from_numpy(rng.standard_normal(len(update))).to(update.device)
+            noise = torch.from_numpy(rng.standard_normal(len(weighted))).to(weighted.device)
             total.add_(noise, alpha=-scale if client == last else scale)
     return total
 

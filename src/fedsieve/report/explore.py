@@ -1,14 +1,21 @@
 """The page of a dataset: its classes, their likeness, and the images that stand out."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from fedsieve.config import Experiment
+from fedsieve.data import exploration as exploring
 from fedsieve.data.exploration import OUTLIER_SHARE, Exploration
+from fedsieve.data.image_tables import kind_of
+from fedsieve.data.sources import keep_classes, load_images
+from fedsieve.errors import FedsieveError
 from fedsieve.report import figures
 from fedsieve.report.html import TILE, figure, render, save, tile
 
@@ -16,6 +23,20 @@ ALL_BARS = 40
 PAIRS = 12
 EXTREMES = 12
 EVERY_IMAGE = ("labels", "mahalanobis")  # one value an image: not for a summary
+
+
+def explore(experiment: Experiment, folder: Path, say: Callable[[str], None]) -> Path:
+    """Write a page about the training images of an experiment, and the numbers behind it."""
+    kind_of(experiment.data.source)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FedsieveError(f"--out: {folder} is there already. Choose another folder")
+    images = load_images(experiment.data, "train", say)
+    pixels, rows = images.images, np.arange(len(images))
+    rows, labels, class_names = keep_classes(images, rows, experiment.data.classes)
+    if experiment.data.classes is not None:
+        pixels = pixels[torch.from_numpy(rows)]
+    found = exploring.explore(pixels, labels, class_names, experiment.seed)
+    return write_exploration(found, pixels, f"{experiment.name}: {experiment.data.source}", folder)
 
 
 def write_exploration(exploration: Exploration, images: Tensor, title: str, folder: Path) -> Path:

@@ -10,85 +10,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from fedsieve.config import Experiment, parse_config
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.report.masks import Pairs, pairs
+from fedsieve.report.summary import Summary
+from fedsieve.train.record import Record
 from fedsieve.wire.ledger import lines
 
 # Messages by (stage, round from 1, direction, what, bytes), and how many there were.
 Messages = Counter[tuple[str, int, str, str, int]]
 CLIENT_MASKS = 40  # more are counted, but not kept
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
-
-
-Accuracy = Annotated[float, Field(ge=0, le=1)]
-
-
-class Scores(BaseModel):
-    """How a stage, or the whole run, ended. Accuracies are fractions; val_* are None where nothing was held out."""
-
-    test_accuracy: Accuracy | None = None
-    test_loss: float | None = None
-    val_accuracy: Accuracy | None = None
-    val_loss: float | None = None
-    seconds: float | None = None
-    trained: int | None = None
-    parameters: int | None = None
-    # Of a federation:
-    rounds: int | None = None
-    bytes_up: int | None = None
-    bytes_down: int | None = None
-    drift: float | None = None
-
-
-class StageSummary(Scores):
-    best_at: int | None = None  # the chosen epoch or round of the stage, counted from 1
-    epochs: int | None = None
-    client_val_accuracy: float | None = None  # on images that clients hold back
-    dense: int | None = None  # weights that dense training would send: of the backbone, where LoRA or adapters train
-    # Of a sparse stage's mask:
-    sparsity: float | None = None  # of the maskable weights, as asked,
-    reached_sparsity: float | None = None  # and as whole groups allowed
-    active: int | None = None
-    mask_id: str | None = None
-    rule: str | None = None
-    calibration_seconds: float | None = None
-
-
-class Spread(BaseModel):
-    """How one model, or each client's own, serves some clients: fractions over clients."""
-
-    clients: int | None = None
-    mean: float | None = None
-    std: float | None = None
-    worst_decile: float | None = None
-    worst: float | None = None
-
-
-class ClientSpread(Spread):
-    strangers: Spread | None = None  # clients that never trained
-
-
-class Summary(Scores):
-    device: str | None = None
-    peak_memory: int | None = None  # bytes on a GPU, images included
-    images_per_second: float | None = None
-    client_accuracy: ClientSpread | None = None  # of the global model
-    personal: dict[str, ClientSpread] = {}  # of clients' own models, by method
-    privacy: dict[str, Any] = {}
-    stages: dict[str, StageSummary] = {}
-
-    @property
-    def validation(self) -> float | None:
-        """The accuracy that the final weights were chosen by: the server's, or the clients' where it holds no images."""
-        last = list(self.stages.values())[-1:]
-        return self.val_accuracy if self.val_accuracy is not None or not last else last[0].client_val_accuracy
 
 
 @dataclass(frozen=True)
@@ -104,7 +42,7 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Clients:
+class ClientTable:
     """The K clients of a federation: what they hold, and how well the final model serves them."""
 
     accuracy: np.ndarray  # (K,) fractions; NaN where the test set has none of a client's classes
@@ -126,10 +64,10 @@ class RunFolder:
     experiment: Experiment
     config_text: str
     environment: dict[str, Any]
-    records: list[dict[str, Any]]  # one for every epoch, or round
+    records: list[Record]  # one for every epoch, or round
     summary: Summary | None
     predictions: Predictions | None
-    clients: Clients | None
+    clients: ClientTable | None
     messages: Messages | None
     problems: list[str]
 
@@ -303,18 +241,20 @@ def _read_environment(path: Path, problems: list[str]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"environment": value}
 
 
-def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """One dict per epoch or round, in order. A torn last line is what a killed run leaves, and is no problem."""
+def _read_metrics(path: Path, problems: list[str]) -> list[Record]:
+    """One record per epoch or round, in order. A torn last line is what a killed run leaves, and is no problem."""
     lines = (_read_text(path, problems) or "").splitlines()
-    rows: dict[int, dict[str, Any]] = {}
+    records: dict[int, Record] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            rows[int(row.get("index", number))] = row  # the last wins: a resumed run may repeat some
-        except (ValueError, TypeError, AttributeError, OverflowError):
+            record = Record.read(line)
+        except ValueError:
             if number < len(lines):
                 problems.append(f"{path.name}, line {number} is damaged and left out")
-    return [{**rows[index], "index": index} for index in sorted(rows)]
+            continue
+        record.index = number if record.index is None else record.index
+        records[record.index] = record  # the last wins: a resumed run may repeat some
+    return [records[index] for index in sorted(records)]
 
 
 def _read_summary(path: Path, problems: list[str]) -> Summary | None:
@@ -322,7 +262,7 @@ def _read_summary(path: Path, problems: list[str]) -> Summary | None:
     if text is None:
         return None
     try:
-        summary = Summary.model_validate(json.loads(text))
+        summary = Summary.read(json.loads(text))
         if summary.trained is None and summary.stages:
             summary.trained = list(summary.stages.values())[-1].trained
         return summary
@@ -360,12 +300,12 @@ def _read_predictions(path: Path, problems: list[str]) -> Predictions | None:
         return None
 
 
-def _read_clients(path: Path, problems: list[str]) -> Clients | None:
+def _read_clients(path: Path, problems: list[str]) -> ClientTable | None:
     if not path.exists():
         return None
     try:
         with _open_arrays(path) as file:
-            clients = Clients(
+            clients = ClientTable(
                 accuracy=file["accuracy"].astype(np.float64),
                 **{name: file[name].astype(np.int64) for name in ("sizes", "strangers", "client", "label", "examples")},
             )

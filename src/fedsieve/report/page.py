@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from fedsieve.report import figures
-from fedsieve.report.federation import describe_federation
-from fedsieve.report.folder import Predictions, RunFolder, StageMasks, StageSummary, read_masks, read_run
+from fedsieve.report.folder import Predictions, RunFolder, StageMasks, read_masks, read_run
 from fedsieve.report.html import TILE, figure, flatten, render, save, tile
 from fedsieve.report.intervals import wilson
 from fedsieve.report.masks import Allocation
+from fedsieve.report.rounds import describe_federation
+from fedsieve.report.summary import StageSummary
 
 WORST_CONFUSIONS = 12
 ALL_BARS = 40  # up to so many classes every one has a bar; beyond, the best and the worst

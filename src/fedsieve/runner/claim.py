@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 from collections.abc import Collection, Iterator
 from io import FileIO
 from pathlib import Path
@@ -47,7 +48,7 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             yield
         except FedsieveError as error:
-            if error.exit_code == 2 and not _trained(folder):
+            if error.is_request and not _trained(folder):
                 _clear(folder, before)
                 if created:
                     with contextlib.suppress(OSError):  # another process may have claimed it by now
@@ -98,8 +99,11 @@ def _lock(folder: Path) -> FileIO:
             if _is_at(lock, path):  # a lock on a file that its owner has just deleted keeps nobody off
                 break
         except BlockingIOError:
-            owner = _owner(folder)
             lock.close()
+            for _ in range(20):  # who has just locked it is about to write its name
+                if owner := _owner(folder):
+                    break
+                time.sleep(0.01)
             raise Busy(f"{folder}: another process is working on this run{owner and f' ({owner})'}") from None
         lock.close()
     with contextlib.suppress(OSError):  # a full disk is no reason not to go on
@@ -117,6 +121,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 def _release(lock: FileIO) -> None:
     with contextlib.suppress(OSError):
         lock.truncate(0)
+    fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough where a process that was forked has the file too
     lock.close()
 
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from fedsieve.config import Experiment, Sieve, Stage
+from fedsieve.federation.least_squares import SCALES, statistics_space
 from fedsieve.federation.population import Population
-from fedsieve.federation.ridge import SCALES, statistics_space
 from fedsieve.federation.secure import EXPONENTS, MOST
 from fedsieve.mask.calibration import RULES, densities
 from fedsieve.model.space import ParamSpace
@@ -72,15 +72,32 @@ def context_bytes(changed: Mapping[str, float], space: ParamSpace) -> float:
     return OVERHEAD + 4 * sum(counts) + entropy(counts, [math.prod(shape) for shape in space.shapes]) / 8
 
 
-def estimate(
-    experiment: Experiment, stage: Stage, people: People, space: ParamSpace, taking: int, dense: int, before: float
-) -> Estimate:
-    """What a stage would send: `taking` of its weights may be in a mask, dense training would send `dense`, and clients that
-    join need `before` bytes of what earlier stages changed."""
-    settings = experiment.federation
+@dataclass(frozen=True)
+class Sizes:
+    """How many weights of a stage are sent, or could be."""
+
+    space: ParamSpace  # all that the stage trains
+    taking: int  # how many may be in a mask
+    dense: int  # how many dense training would send
+    before: float  # bytes of what earlier stages changed
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """The masks of a stage, in numbers."""
+
+    made: int  # how many
+    k: int  # active weights of each
+    moved: int  # weights that may be active in one of them
+    taking: int  # weights that may be in a mask
+
+
+def estimate(experiment: Experiment, stage: Stage, people: People, sizes: Sizes) -> Estimate:
+    """The bytes that a stage would send."""
+    settings, space, taking = experiment.federation, sizes.space, sizes.taking
     assert settings is not None
     if stage.method == "ridge":
-        return _ridge(experiment, stage, space, people, before)
+        return _ridge(experiment, stage, space, people, sizes.before)
     sieve, rounds = experiment.mask_of(stage), stage.length
     k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
     share = sum(device.share * device.density for device in settings.devices) or 1.0
@@ -94,7 +111,8 @@ def estimate(
     both = 2 if settings.correction.kind == "scaffold" else 1
     secure = experiment.privacy.aggregation == "secagg"
     tensors = len(space.names) if secure else 0
-    extra_up, extra_down = _masks(sieve, people, k, moved, taking, rounds, masks, tensors) if sieve else (0.0, 0.0)
+    made = _Masks(masks, k, moved, taking)
+    extra_up, extra_down = _mask_bytes(sieve, people, made, rounds, tensors) if sieve else (0.0, 0.0)
     message_down = OVERHEAD + down.size(moved) + _indices(down, space, moved)
     joined = people.met(rounds)
     if settings.client_validation:
@@ -108,7 +126,7 @@ def estimate(
         shares, protocol = sum_bytes(people.trainers, k, 4, tensors)
         extra_up += people.trainers * shares
         extra_down += people.trainers * (protocol + OVERHEAD + 4 * k)
-    extra_down += joined * before
+    extra_down += joined * sizes.before
     message_up, message_down = (
         both * (OVERHEAD + up.size(kept) + positions + _indices(up, space, kept)),
         both * message_down,
@@ -125,7 +143,7 @@ def estimate(
         extra_up=extra_up,
         extra_down=extra_down,
         exchanges=rounds * people.cohort,
-        dense=4 * dense,
+        dense=4 * sizes.dense,
     )
 
 
@@ -149,24 +167,23 @@ def sum_bytes(clients: int, values: int, width: int, tensors: int) -> tuple[floa
     return scale[0] + sums[0], scale[1] + sums[1]
 
 
-def _masks(
-    sieve: Sieve, people: People, k: int, moved: int, taking: int, rounds: int, masks: int, tensors: int
-) -> tuple[float, float]:
+def _mask_bytes(sieve: Sieve, people: People, masks: _Masks, rounds: int, tensors: int) -> tuple[float, float]:
     """Bytes up and down that making masks and sending them takes; of secure sums where `tensors` are given."""
+    k, taking = masks.k, masks.taking
     size = OVERHEAD + entropy([k], [taking]) / 8
     if sieve.scope == "client":
         # Each client's mask goes up once; the union goes down again whenever it has grown, and costs most when half full.
-        union = OVERHEAD + entropy([min(moved, taking // 2)], [taking]) / 8
+        union = OVERHEAD + entropy([min(masks.moved, taking // 2)], [taking]) / 8
         return people.met(rounds) * size, rounds * people.cohort * union
-    travels = people.met(rounds / masks) * size if sieve.rule != "random" else 0.0
+    travels = people.met(rounds / masks.made) * size if sieve.rule != "random" else 0.0
     if sieve.scope == "public" or RULES[sieve.rule].score not in ("fisher", "hybrid"):
-        return 0.0, masks * travels
+        return 0.0, masks.made * travels
     scoring = sieve.clients or people.cohort
     shares = densities(sieve.sparsity, sieve.calibration_rounds, sieve.schedule)[:-1]
     active = [taking, *(round(share * taking) for share in shares)]
     scores, protocol = np.sum([sum_bytes(scoring, count, 4, tensors) for count in active], axis=0).tolist()
     steps = sum(OVERHEAD + entropy([new], [old]) / 8 for old, new in pairwise(active))
-    return masks * scoring * scores, masks * (travels + scoring * (steps + protocol))
+    return masks.made * scoring * scores, masks.made * (travels + scoring * (steps + protocol))
 
 
 def _ridge(experiment: Experiment, stage: Stage, space: ParamSpace, people: People, before: float) -> Estimate:

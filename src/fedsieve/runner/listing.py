@@ -1,33 +1,8 @@
 """The words a config may use, for `fedsieve list`."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping
 
-from pydantic import BaseModel
-
-from fedsieve.config import (
-    Aggregation,
-    AggregatorKind,
-    Allocation,
-    AttackKind,
-    Correction,
-    Experiment,
-    Federation,
-    Granularity,
-    Interpolation,
-    Model,
-    Normalize,
-    Optimizer,
-    Partition,
-    PersonalMethod,
-    Scope,
-    Server,
-    Stage,
-    TrackerName,
-    Transform,
-    ValueFormat,
-)
-from fedsieve.data.sources import EMBEDDED
+from fedsieve.data.image_tables import EMBEDDED
 
 Entries = Iterable[tuple[str, str]]
 
@@ -86,7 +61,6 @@ KINDS = {
     "other": "what no layer owns: tokens, position embeddings, scales",
 }
 HEADS = {"linear": "one linear layer", "mlp": "a hidden layer of `model.hidden` units, GELU, a linear layer"}
-
 METHODS = {
     "sgd": "by steps of the stage's optimizer",
     "ridge": "a head in closed form, in one round; in a federation from sums that do not care who holds what",
@@ -144,11 +118,11 @@ AGGREGATORS = {
     "norm_bound": "the mean of updates shortened to a norm: `limit`, or the median of the round's",
 }
 ATTACKS = {
+    "label_flip": "it trains on the last class for the first, and so on",
     "sign_flip": "the update times -`factor`",
     "gaussian_noise": "noise of `factor` times the update's norm",
     "nan": "no numbers at all: refused by the decoder",
     "stale_replay": "the client's first update, again and again",
-    "label_flip": "it trains on the last class for the first, and so on",
 }
 AGGREGATIONS = {
     "plain": "the server sees every update",
@@ -176,16 +150,7 @@ def _models(pattern: str | None) -> Entries:
     return [(name, "") for name in [*tagged, *bare]]
 
 
-def _words(annotation: Any, texts: dict[str, str] | None = None) -> Callable[[str | None], Entries]:
-    """Entries that follow the config's own type, so that the two cannot part."""
-    return lambda _: [(word, (texts or {}).get(word, "")) for word in get_args(annotation)]
-
-
-def _field(model: type[BaseModel], name: str, texts: dict[str, str] | None = None) -> Callable[[str | None], Entries]:
-    return _words(model.model_fields[name].annotation, texts)
-
-
-def _texts(texts: dict[str, str]) -> Callable[[str | None], Entries]:
+def _words(texts: Mapping[str, str]) -> Callable[[str | None], Entries]:
     return lambda _: texts.items()
 
 
@@ -197,39 +162,36 @@ def _rules(_: str | None) -> Entries:
 
 LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
     "models": ("model.backbone: timm classifiers with weights on the hub (add a PATTERN for others)", _models),
-    "weights": ("model.weights: where pretrained weights come from", _texts(WEIGHTS)),
-    "heads": ("model.head: what classifies", _field(Model, "head", HEADS)),
-    "datasets": ("data.source: where images come from", _texts(DATASETS)),
-    "transforms": ("data.transform: what happens to images", _words(Transform, TRANSFORMS)),
-    "normalize": ("data.normalize: how colours are scaled", _words(Normalize, NORMALIZE)),
-    "interpolation": ("data.interpolation: how images are resized", _words(Interpolation)),
+    "weights": ("model.weights: where pretrained weights come from", _words(WEIGHTS)),
+    "heads": ("model.head: what classifies", _words(HEADS)),
+    "datasets": ("data.source: where images come from", _words(DATASETS)),
+    "transforms": ("data.transform: what happens to images", _words(TRANSFORMS)),
+    "normalize": ("data.normalize: how colours are scaled", _words(NORMALIZE)),
+    "interpolation": ("data.interpolation: how images are resized", _words({"bilinear": "", "bicubic": ""})),
     "rules": ("mask.rule: which weights may train", _rules),
-    "granularity": ("mask.granularity: what is frozen together", _words(Granularity, GRANULARITY)),
-    "allocation": ("mask.allocation: how the active weights are shared out", _words(Allocation, ALLOCATION)),
-    "kinds": ("mask.kinds: default, all, or a list of the layer kinds that take part", _texts(KINDS)),
-    "parts": ("stages.train: what a stage trains", _texts(PARTS)),
-    "methods": ("stages.method: how a stage trains", _field(Stage, "method", METHODS)),
-    "optimizers": ("stages.optimizer.kind: how weights move", _field(Optimizer, "kind", OPTIMIZERS)),
-    "schedules": ("stages.schedule: the learning rate over a stage", _field(Stage, "schedule")),
-    "partitions": (
-        "federation.partition.kind: which client holds which images",
-        _field(Partition, "kind", PARTITIONS),
-    ),
-    "scopes": ("mask.scope: whose mask it is, in a federation", _words(Scope, SCOPES)),
-    "formats": ("message.up, message.down: how values travel", _words(ValueFormat, FORMATS)),
-    "servers": ("federation.server.optimizer: how the server moves", _field(Server, "optimizer", SERVERS)),
-    "corrections": (
-        "federation.correction.kind: what clients do against drift",
-        _field(Correction, "kind", CORRECTIONS),
-    ),
-    "weighting": ("federation.weighting: how much a client counts", _field(Federation, "weighting", WEIGHTING)),
+    "granularity": ("mask.granularity: what is frozen together", _words(GRANULARITY)),
+    "allocation": ("mask.allocation: how the active weights are shared out", _words(ALLOCATION)),
+    "kinds": ("mask.kinds: default, all, or a list of the layer kinds that take part", _words(KINDS)),
+    "parts": ("stages.train: what a stage trains", _words(PARTS)),
+    "methods": ("stages.method: how a stage trains", _words(METHODS)),
+    "optimizers": ("stages.optimizer.kind: how weights move", _words(OPTIMIZERS)),
+    "schedules": ("stages.schedule: the learning rate over a stage", _words({"cosine": "", "constant": ""})),
+    "partitions": ("federation.partition.kind: which client holds which images", _words(PARTITIONS)),
+    "scopes": ("mask.scope: whose mask it is, in a federation", _words(SCOPES)),
+    "formats": ("message.up, message.down: how values travel", _words(FORMATS)),
+    "servers": ("federation.server.optimizer: how the server moves", _words(SERVERS)),
+    "corrections": ("federation.correction.kind: what clients do against drift", _words(CORRECTIONS)),
+    "weighting": ("federation.weighting: how much a client counts", _words(WEIGHTING)),
     "aggregators": (
         "federation.aggregator: how updates become one; all but mean also after `mix`, for clients that differ",
-        _words(AggregatorKind, AGGREGATORS),
+        _words(AGGREGATORS),
     ),
-    "attacks": ("federation.attack: what hostile clients do", _words(AttackKind, ATTACKS)),
-    "aggregations": ("privacy.aggregation: what the server sees of updates", _words(Aggregation, AGGREGATIONS)),
-    "personal": ("federation.personal.methods: clients' own models at the end", _words(PersonalMethod, PERSONAL)),
-    "executors": ("executor: what trains the clients of a round", _field(Experiment, "executor", EXECUTORS)),
-    "trackers": ("tracking: where metrics go beside metrics.jsonl", _words(TrackerName)),
+    "attacks": ("federation.attack: what hostile clients do", _words(ATTACKS)),
+    "aggregations": ("privacy.aggregation: what the server sees of updates", _words(AGGREGATIONS)),
+    "personal": ("federation.personal.methods: clients' own models at the end", _words(PERSONAL)),
+    "executors": ("executor: what trains the clients of a round", _words(EXECUTORS)),
+    "trackers": (
+        "tracking: where metrics go beside metrics.jsonl",
+        _words({"tensorboard": "", "wandb": "", "mlflow": ""}),
+    ),
 }

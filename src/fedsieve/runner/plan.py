@@ -5,12 +5,13 @@ import math
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.data.sources import choose_classes, count_images, survey
 from fedsieve.data.store import free_memory
 from fedsieve.federation.aggregators import kept_out
-from fedsieve.federation.sums import robust
+from fedsieve.federation.means import robust
 from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier
@@ -18,11 +19,12 @@ from fedsieve.privacy.dp import outlook, planned, sigma_of, spent
 from fedsieve.privacy.secagg import threshold_of
 from fedsieve.report.html import size
 from fedsieve.runner.environment import device_name
-from fedsieve.runner.estimate import Estimate, People, context_bytes, estimate
+from fedsieve.runner.estimate import Estimate, People, Sizes, context_bytes, estimate
 from fedsieve.runner.federated import populate
+from fedsieve.runner.meeting import check_alone
+from fedsieve.runner.preflight import blank_model, preflight
+from fedsieve.runner.prepare import split_rows
 from fedsieve.runner.ranks import check_launch
-from fedsieve.runner.remote import check_alone
-from fedsieve.runner.setup import blank_model, preflight, split_rows
 from fedsieve.runner.tracking import make_trackers
 from fedsieve.train.sieve import check_sieve, taking_part
 
@@ -86,7 +88,7 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
             known = space.names if stage.method == "ridge" else ()  # statistics need no head
             before = context_bytes({name: count for name, count in changed.items() if name not in known}, everything)
             dense = ParamSpace.of(model, dense_names(model, stage.train)).size
-            sent.append(estimate(experiment, stage, people, space, taking, dense, before))
+            sent.append(estimate(experiment, stage, people, Sizes(space, taking, dense, before)))
             lines += bytes_lines(experiment, stage, sent[-1])
             if experiment.privacy.dp and stage.method != "ridge":
                 k = space.size if sieve is None else round((1 - sieve.sparsity) * taking)
@@ -204,17 +206,17 @@ def memory(model: nn.Module, space: ParamSpace, stage: Stage, experiment: Experi
 
 def saved_bytes(model: nn.Module, space: ParamSpace, stage: Stage, pixels: int) -> int | None:
     """Bytes that autograd keeps for one training step, counted on tensors without content; None if that fails."""
-    saved: dict[int, int] = {}
+    saved: dict[StorageWeakRef, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         # The same activation is often kept by two operations; it is one piece of memory.
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        saved[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
         return tensor
 
     inside = set(space.names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in inside)
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    weights = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
     with contextlib.suppress(RuntimeError, NotImplementedError):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = model(torch.empty(stage.batch_size, 3, pixels, pixels, device="meta"))

@@ -1,5 +1,6 @@
 """What a user sees while a run goes on: bars in a terminal, one line per epoch anywhere else."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -65,7 +66,7 @@ class Display:
                 self._tasks[stage] = self._bars.add_task(stage, total=tick.steps, note="")
             self._bars.update(self._tasks[stage], completed=tick.step)
             if tick.record:
-                newest = self._newest[stage] = self._newest.get(stage, {}) | tick.record
+                newest = self._newest[stage] = {**self._newest.get(stage, {}), **tick.record}
                 self._bars.update(self._tasks[stage], note=brief(newest))
         elif tick.record:
             unit = "round" if "round" in tick.record else "epoch"
@@ -73,7 +74,7 @@ class Display:
             self.say(f"{stage} {unit} {tick.record[unit]}: {note}, {tick.record['seconds']:.1f} s")
 
 
-def brief(record: dict[str, Any]) -> str:
+def brief(record: Mapping[str, Any]) -> str:
     """What is worth watching of an epoch or a round, in the few letters that a bar leaves."""
     measured = [name for name in ("val_accuracy", "client_val_accuracy", "test_accuracy") if name in record]
     words = [f"{name.removesuffix('_accuracy')[-3:]} {100 * record[name]:.1f} %" for name in measured[:1]]
@@ -86,7 +87,7 @@ def brief(record: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def describe(record: dict[str, Any]) -> str:
+def describe(record: Mapping[str, Any]) -> str:
     """An epoch or a round in a few words."""
     words = []
     if "train_loss" in record:

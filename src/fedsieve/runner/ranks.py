@@ -20,8 +20,10 @@ from fedsieve.errors import FedsieveError
 from fedsieve.federation.team import Desk, LostRank, Team
 from fedsieve.model.weights import digest
 from fedsieve.runner.environment import choose_device
+from fedsieve.runner.preflight import preflight
+from fedsieve.runner.prepare import prepare
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import Setup, chosen_executor, preflight, prepare
+from fedsieve.runner.setup import Setup, chosen_executor
 
 
 def check_launch(experiment: Experiment, resumed: bool = False) -> None:
@@ -103,8 +105,8 @@ def _lay_out(message: Prepare) -> Desk:
     for key, mark in mine.items():
         if message.marks[key] != mark:
             raise FedsieveError(f"{key}: its content is not that of rank 0. All ranks need the same", 1)
-    setup.train = replace(setup.train, labels=message.labels.to(setup.device))
-    return _desk(setup)
+    train = replace(setup.train, labels=message.labels.to(setup.device))
+    return _desk(replace(setup, train=train))
 
 
 def _desk(setup: Setup) -> Desk:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from fedsieve.config import Data, Model
-from fedsieve.data.sources import ImageSet, Split, load_images
+from fedsieve.data.image_tables import Split
+from fedsieve.data.sources import ImageSet, load_images
 from fedsieve.data.store import ImageStore
 from fedsieve.model.build import Classifier
 from fedsieve.model.weights import load_classifier

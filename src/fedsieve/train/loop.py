@@ -20,6 +20,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
+from fedsieve.train.record import Record
 from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
 from fedsieve.train.schedule import learning_rate
 
@@ -40,6 +41,8 @@ class StageState:
     chosen: dict[str, float] = field(default_factory=dict)  # metrics of the chosen epoch
     seconds: float = 0.0
     done: bool = False
+    mask_id: str = ""  # of a sparse stage
+    calibration_seconds: float = 0.0
 
     @classmethod
     def start(cls, theta: Tensor) -> "StageState":
@@ -79,38 +82,41 @@ class Tick:
 
     step: int
     steps: int
-    record: dict[str, Any] | None = None
+    record: Record | None = None
 
 
-def train_stage(
-    stage: Stage,
-    model: nn.Module,
-    theta: Tensor,
-    state: StageState,
-    train: Feed,
-    validate: Callable[[], dict[str, float]],
-    seed: int,
-    autocast: Autocast,
-    mask: Mask | None = None,
-    speed: Speed = "eager",
-    say: Callable[[str], None] | None = None,
-) -> Iterator[Tick]:
+@dataclass(frozen=True, eq=False)
+class CentralTask:
+    """One stage where all images are, and how it is run. `theta` is bound to the weights that train."""
+
+    stage: Stage
+    model: nn.Module
+    theta: Tensor
+    train: Feed
+    seed: int
+    autocast: Autocast
+    mask: Mask | None = None  # the weights that move; None: all
+    speed: Speed = "eager"
+    say: Callable[[str], None] = lambda _: None
+
+
+def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dict[str, float]]) -> Iterator[Tick]:
     """Train until the stage is done, yielding after every step with `state` ready to be saved.
 
-    Only the weights of `mask` move; without one, all. `theta` is the bound vector of the parameters that train
-    (`ParamSpace.bind`). At the end it holds the weights of the epoch with the best `val_accuracy` of `validate()`, or
-    of the last epoch where that gives none. `say` is told how long compiling took.
+    At the end the model has the weights of the epoch with the best `val_accuracy` of `validate()`, or of the last epoch where
+    that gives none.
     """
+    stage, model, theta, train, autocast = task.stage, task.model, task.theta, task.train, task.autocast
     settings = stage.optimizer
-    optimizer = make_optimizer(settings, theta, mask)
+    optimizer = make_optimizer(settings, theta, task.mask)
     with torch.no_grad():
         theta.copy_(state.theta)
     optimizer.state[theta] = state.optimizer  # one dictionary, so the state follows the optimizer
     state.theta = theta.detach()  # a view: the state follows the weights
 
-    if speed in COMPILING and say:
-        say(TOLD)
-    inner = compiled(model.__call__, speed, model)
+    if task.speed in COMPILING:
+        task.say(TOLD)
+    inner = compiled(model.__call__, task.speed, model)
 
     def differentiate(*batch: Tensor) -> Tensor:
         """Fill theta.grad; gives the batch's loss and correct answers, summed."""
@@ -125,13 +131,13 @@ def train_stage(
         with torch.no_grad():
             return torch.stack([loss.detach() * len(labels), (logits.argmax(1) == labels).sum()])
 
-    gradient = Replay(differentiate, on=speed != "eager", say=say)
+    gradient = Replay(differentiate, on=task.speed != "eager", say=task.say)
     assert stage.epochs is not None
     per_epoch = math.ceil(len(train) / stage.batch_size)
     steps, warmup = per_epoch * stage.epochs, round(stage.warmup_epochs * per_epoch)
     while not state.done:
-        order = generator(seed, "order", stage.name, state.epoch).permutation(len(train))
-        draws = train.draw(generator(seed, "augment", stage.name, state.epoch))
+        order = generator(task.seed, "order", stage.name, state.epoch).permutation(len(train))
+        draws = train.draw(generator(task.seed, "augment", stage.name, state.epoch))
         clock, seen = time.perf_counter(), 0
         for step in range(state.step, per_epoch):
             examples = order[step * stage.batch_size : (step + 1) * stage.batch_size]
@@ -146,22 +152,22 @@ def train_stage(
                 yield Tick(state.epoch * per_epoch + state.step, steps)
         loss_sum, correct = state.sums.tolist()  # waits for the device: the clock below is honest
         seconds = time.perf_counter() - clock
-        record = {
-            "stage": stage.name,
-            "epoch": state.epoch + 1,
-            "train_loss": loss_sum / len(train),
-            "train_accuracy": correct / len(train),
-            "lr": rate,
-            "images_per_second": seen / seconds,
-        }
+        record = Record(
+            stage=stage.name,
+            epoch=state.epoch + 1,
+            train_loss=loss_sum / len(train),
+            train_accuracy=correct / len(train),
+            lr=rate,
+            images_per_second=seen / seconds,
+        )
         if math.isfinite(loss_sum):
-            record |= validate()
+            record.note(**validate())
         if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
             raise Diverged(
                 f'stage "{stage.name}" diverged in epoch {state.epoch + 1}: the loss is not finite. '
                 f"Lower stages.{stage.name}.optimizer.lr (now {settings.lr:g}), add warmup_epochs or clip_norm"
             )
-        record["seconds"] = time.perf_counter() - clock
+        record.seconds = time.perf_counter() - clock
         _end_epoch(stage, state, record)
         if state.done and state.best is not None:
             with torch.no_grad():
@@ -182,7 +188,7 @@ def make_optimizer(settings: Optimizer, theta: Tensor, mask: Mask | None) -> Spa
     return SparseSGDM(theta, mask, momentum=settings.momentum, nesterov=settings.nesterov, **shared)
 
 
-def _end_epoch(stage: Stage, state: StageState, record: Mapping[str, Any]) -> None:
+def _end_epoch(stage: Stage, state: StageState, record: Record) -> None:
     """Move the state past an epoch: keep its weights if it is the best so far, and see whether the stage is over."""
     state.epoch, state.step = state.epoch + 1, 0
     state.sums.zero_()
@@ -190,7 +196,7 @@ def _end_epoch(stage: Stage, state: StageState, record: Mapping[str, Any]) -> No
     validated = "val_accuracy" in record
     if not validated or state.best is None or record["val_accuracy"] > state.chosen["val_accuracy"]:
         state.best_at = state.epoch
-        state.chosen = {key: value for key, value in record.items() if key.startswith("val_")}
+        state.chosen = record.starting_with("val_")
         if validated:
             state.best = state.theta.clone()
     assert state.best_at is not None

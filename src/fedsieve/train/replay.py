@@ -97,8 +97,9 @@ def compiled(function: Callable[..., Tensor], speed: Speed, model: nn.Module) ->
     if speed not in COMPILING:
         return function
     torch._dynamo.config.recompile_limit = NETWORKS
-    if hasattr(torch._functorch.config, KEEPS_OWN):  # or nothing that a stack's own functions are part of would be kept
-        setattr(torch._functorch.config, KEEPS_OWN, True)
+    cache = torch._functorch.config
+    if hasattr(cache, KEEPS_OWN):  # or nothing that a stack's own functions are part of would be kept
+        setattr(cache, KEEPS_OWN, True)
     around = _compiled(function)
     # The compiler of what is around a block stops at it, and the block is a function of its own to compile.
     forwards = {

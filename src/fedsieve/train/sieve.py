@@ -1,6 +1,7 @@
 """From an experiment's words to a mask: score training images by the rule, calibrate, keep what may train."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,96 +23,85 @@ CHUNK = 64  # images that are transformed at a time; how many are differentiated
 Sensitivity = Callable[[Mask, int], Tensor]  # of the weights still active, in a calibration round: (D,)
 
 
-def make_mask(
-    sieve: Sieve,
-    model: nn.Module,
-    space: ParamSpace,
-    feed: Feed,
-    seed: int,
-    stage: str,
-    autocast: Autocast,
-    on_round: Callable[[int, Mask], None] = lambda *_: None,
-) -> Mask:
-    """The mask of a stage: the weights of `space` that its rule lets train, scored on examples of `feed`."""
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """Scores the weights of `space` in `model` for the rule of `sieve`, on images of `feed`."""
 
-    def sensitivity(active: Mask, number: int) -> Tensor:
-        total, count = squared_gradients(sieve, model, space, feed, active, number, examples, autocast, seed, stage)
-        return (total / count).float()
+    sieve: Sieve
+    model: nn.Module
+    space: ParamSpace
+    feed: Feed
+    autocast: Autocast
+    seed: int
 
-    examples = generator(seed, "fisher rows", stage).permutation(len(feed))[: sieve.fisher.samples]
-    return calibrated(sieve, model, space, scorer(sieve, model, space, sensitivity, seed, stage), on_round)
+    def mask(self, stage: str, on_round: Callable[[int, Mask], None] = lambda *_: None) -> Mask:
+        """The mask of a stage, scored on as many images as the sieve asks for."""
+        order = generator(self.seed, "fisher rows", stage).permutation(len(self.feed))
+        sensitivity = self.sensitivity(order[: self.sieve.fisher.samples], stage)
+        return self.calibrated(self.scores(sensitivity, stage), on_round)
 
+    def squared_gradients(
+        self, active: Mask, number: int, examples: np.ndarray, *address: int | str
+    ) -> tuple[Tensor, int]:
+        """The sum of squared gradients over some examples of the feed, (D,) float64, and how many were added."""
+        settings, draws = self.sieve.fisher, None
+        if not settings.labels:
+            draws = generator(self.seed, "fisher labels", *address, number).random(len(examples))
+        frozen = taking_part(self.sieve, self.model, self.space) & ~active.to_bool()
+        with shrunk(self.model, self.space, frozen, self.sieve.shrink if number else 1.0):
+            return fisher_sum(
+                self.model,
+                self.space,
+                _batches(self.feed, examples, settings),
+                draws,
+                per=settings.per,
+                target=settings.target,
+                autocast=self.autocast,
+            )
 
-def squared_gradients(
-    sieve: Sieve,
-    model: nn.Module,
-    space: ParamSpace,
-    feed: Feed,
-    active: Mask,
-    number: int,
-    examples: np.ndarray,
-    autocast: Autocast,
-    seed: int,
-    *address: int | str,
-) -> tuple[Tensor, int]:
-    """The sum of squared gradients over some examples of `feed`, (D,) float64, and how many were added."""
-    settings = sieve.fisher
-    draws = None if settings.labels else generator(seed, "fisher labels", *address, number).random(len(examples))
-    frozen = taking_part(sieve, model, space) & ~active.to_bool()
-    with shrunk(model, space, frozen, sieve.shrink if number else 1.0):
-        return fisher_sum(
-            model,
-            space,
-            _batches(feed, examples, settings),
-            draws,
-            per=settings.per,
-            target=settings.target,
-            autocast=autocast,
+    def sensitivity(self, examples: np.ndarray, *address: int | str) -> Sensitivity:
+        """The mean of the squared gradients over some examples of the feed."""
+
+        def mean(active: Mask, number: int) -> Tensor:
+            total, count = self.squared_gradients(active, number, examples, *address)
+            return (total / count).float()
+
+        return mean
+
+    def scores(self, sensitivity: Sensitivity, *address: int | str) -> Sensitivity:
+        """The scores that the rule goes by."""
+        sieve, rule = self.sieve, RULES[self.sieve.rule]
+
+        def score(active: Mask, number: int) -> Tensor:
+            if rule.score == "random":
+                return random_scores(self.space, self.seed, *address)
+            if rule.score == "fisher":
+                return sensitivity(active, number)
+            weights = magnitude(self.space.read(self.model))
+            if rule.score == "magnitude":
+                return weights
+            found = sensitivity(active, number)
+            return hybrid(found, weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool())
+
+        return score
+
+    def calibrated(self, score: Sensitivity, on_round: Callable[[int, Mask], None] = lambda *_: None) -> Mask:
+        """The mask that the sieve's calibration rounds end in."""
+        sieve = self.sieve
+        return calibrate(
+            score,
+            self.space,
+            sparsity=sieve.sparsity,
+            lowest=RULES[sieve.rule].lowest,
+            rounds=sieve.calibration_rounds,
+            schedule=sieve.schedule,
+            maskable=taking_part(sieve, self.model, self.space),
+            allocation=sieve.allocation,
+            granularity=sieve.granularity,
+            min_active_per_tensor=sieve.min_active_per_tensor,
+            heads=attention_heads(self.model) if sieve.granularity == "attention_head" else None,
+            on_round=on_round,
         )
-
-
-def scorer(
-    sieve: Sieve, model: nn.Module, space: ParamSpace, sensitivity: Sensitivity, seed: int, *address: int | str
-) -> Sensitivity:
-    """The scores that a rule goes by."""
-    rule = RULES[sieve.rule]
-
-    def score(active: Mask, number: int) -> Tensor:
-        if rule.score == "random":
-            return random_scores(space, seed, *address)
-        if rule.score == "fisher":
-            return sensitivity(active, number)
-        weights = magnitude(space.read(model))
-        if rule.score == "magnitude":
-            return weights
-        found = sensitivity(active, number)
-        return hybrid(found, weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool())
-
-    return score
-
-
-def calibrated(
-    sieve: Sieve,
-    model: nn.Module,
-    space: ParamSpace,
-    score: Sensitivity,
-    on_round: Callable[[int, Mask], None] = lambda *_: None,
-) -> Mask:
-    """The mask that the sieve's calibration rounds end in."""
-    return calibrate(
-        score,
-        space,
-        sparsity=sieve.sparsity,
-        lowest=RULES[sieve.rule].lowest,
-        rounds=sieve.calibration_rounds,
-        schedule=sieve.schedule,
-        maskable=taking_part(sieve, model, space),
-        allocation=sieve.allocation,
-        granularity=sieve.granularity,
-        min_active_per_tensor=sieve.min_active_per_tensor,
-        heads=attention_heads(model) if sieve.granularity == "attention_head" else None,
-        on_round=on_round,
-    )
 
 
 def taking_part(sieve: Sieve, model: nn.Module, space: ParamSpace) -> Tensor:

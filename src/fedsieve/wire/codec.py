@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedsieve.errors import FedsieveError
 from fedsieve.mask.mask import Mask
-from fedsieve.model.space import ParamSpace
+from fedsieve.model.space import Layout, ParamSpace
 from fedsieve.wire.bits import (
     MessageError,
     entropy,
@@ -38,7 +38,7 @@ from fedsieve.wire.values import BITS, Coding, Format, dequantise, finite, fits,
 
 __all__ = [
     "Coding",
-    "Message",
+    "Decoded",
     "MessageError",
     "decode",
     "decode_many",
@@ -60,7 +60,7 @@ _CODES = {name: code for code, name in enumerate(BITS)}
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class Decoded:
     """What a message said: `values` (k,), float32 (float64 in fp64), in the order of the mask's or space's weights."""
 
     round: int
@@ -75,7 +75,7 @@ class Message:
 def encode(
     values: Tensor | None,
     coding: Coding,
-    over: Mask | ParamSpace,
+    over: Layout,
     *,
     round: int,
     client: int,
@@ -104,7 +104,7 @@ def encode(
 def encode_many(
     values: Tensor | None,
     coding: Coding,
-    over: Mask | ParamSpace,
+    over: Layout,
     *,
     round: int,
     clients: Sequence[int],
@@ -125,7 +125,7 @@ def encode_many(
     if not len(values) == len(clients) == len(ns) or (keys is not None and len(keys) != len(clients)):
         raise FedsieveError("a batch of messages needs one row of values, client, n and key for each")
     k = values.shape[1]
-    if k != (wanted := 0 if coding.format == "none" else _count(over)):
+    if k != (wanted := 0 if coding.format == "none" else over.count):
         raise FedsieveError(f"a message of {wanted:,} values in {coding.format} cannot be made of {k:,}")
     if check and not (good := fits(values, coding)).all():
         number = int(good.long().argmin())
@@ -150,14 +150,14 @@ def encode_many(
 def decode(
     message: bytes | memoryview,
     coding: Coding,
-    over: Mask | ParamSpace,
+    over: Layout,
     *,
     enclosed: bool = False,
     within: Mask | None = None,
     round: int | None = None,
     client: int | None = None,
     device: torch.device | str = "cpu",
-) -> Message:
+) -> Decoded:
     """What a message says, or a `MessageError`. See `decode_many`."""
     clients = None if client is None else [client]
     (result,) = decode_many(
@@ -171,14 +171,14 @@ def decode(
 def decode_many(
     messages: Sequence[bytes | memoryview],
     coding: Coding,
-    over: Mask | ParamSpace,
+    over: Layout,
     *,
     enclosed: bool = False,
     within: Mask | None = None,
     round: int | None = None,
     clients: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
-) -> list[Message | MessageError]:
+) -> list[Decoded | MessageError]:
     """For each message what it says, or why it is refused; values lie on `device` as rows of one tensor.
 
     Those of a single message of `encode_many` may lie where the message does: they are to be read, not changed.
@@ -198,7 +198,7 @@ def decode_many(
             return error
         return opened
 
-    results: list[Message | MessageError] = []
+    results: list[Decoded | MessageError] = []
     batches: dict[int, list[tuple[int, _Opened]]] = {}
     size = sum(map(len, messages))
     for number, opened in enumerate(_side_by_side(look, enumerate(messages), size, torch.device(device))):
@@ -235,7 +235,7 @@ def dense_bytes(space: ParamSpace) -> int:
 class _Opened:
     """A message whose frame is sound: all but its values, and where these are."""
 
-    message: Message
+    message: Decoded
     k: int
     positions: np.ndarray | None
     payload: memoryview
@@ -246,7 +246,7 @@ def _seal(
     round: int,
     client: int,
     n: int,
-    over: Mask | ParamSpace,
+    over: Layout,
     section: bytes,
     positions: bytes,
     payload: np.ndarray,
@@ -258,7 +258,6 @@ def _seal(
     length = OVERHEAD + len(section) + len(positions) + payload.nbytes
     if not (0 <= n < 2**63 and all(0 <= number < 2**32 for number in (round, client, length))):
         raise FedsieveError(f"a header cannot hold round {round}, client {client}, n {n} and length {length:,}")
-    space, mask_id = (over.space, bytes.fromhex(over.id)) if isinstance(over, Mask) else (over, NO_MASK)
     header = HEADER.pack(
         MAGIC,
         VERSION,
@@ -267,11 +266,11 @@ def _seal(
         length,
         round,
         client,
-        _count(over),
+        over.count,
         len(section),
         n,
-        bytes.fromhex(space.id),
-        mask_id,
+        bytes.fromhex(over.space.id),
+        _mask_id(over),
     )
     body = (section, positions, payload)
     first = (payload.nbytes - length) % 8  # so that the values begin where any number may
@@ -283,9 +282,7 @@ def _seal(
     return message.data
 
 
-def _open(
-    message: bytes | memoryview, coding: Coding, over: Mask | ParamSpace, enclosed: bool, within: Mask | None
-) -> _Opened:
+def _open(message: bytes | memoryview, coding: Coding, over: Layout, enclosed: bool, within: Mask | None) -> _Opened:
     """Check everything about a message but its values."""
     if len(message) < OVERHEAD:
         raise MessageError("truncated", f"{len(message)} bytes are too few for a message")
@@ -307,7 +304,7 @@ def _open(
         raise MessageError("format", f"the values are not in {coding.format} as agreed")
     if n < 0:
         raise MessageError("n", f"a weight of {n} in the average is negative")
-    space = over.space if isinstance(over, Mask) else over
+    space = over.space
     if space_id.hex() != space.id:
         raise MessageError("space", "the message is about another space of weights")
     if section_bytes > len(body):
@@ -316,15 +313,15 @@ def _open(
 
     if enclosed:
         mask = _unpack_coordinates(section, space) if coding.format == "coo" else unpack_mask(section, space, within)
-        expected: Mask | ParamSpace = mask
+        expected: Layout = mask
     else:
         mask, expected = None, over
         if bytes(section) != _section(over, coding, False, None):
             raise MessageError("mask", "the mask section is not as agreed")
-    if mask_id != (bytes.fromhex(expected.id) if isinstance(expected, Mask) else NO_MASK):
+    if mask_id != _mask_id(expected):
         raise MessageError("mask", "the values belong to another mask")
-    if k != _count(expected):
-        raise MessageError("count", f"{k:,} values were sent for {_count(expected):,} weights")
+    if k != expected.count:
+        raise MessageError("count", f"{k:,} values were sent for {expected.count:,} weights")
     sent = coding.size(coding.kept(k))
     if len(rest) < sent or (len(rest) > sent and (coding.top_k is None or not k)):
         raise MessageError("length", f"{len(rest):,} bytes cannot be {k:,} values in {coding.format}")
@@ -335,7 +332,7 @@ def _open(
             raise MessageError("count", f"{np.count_nonzero(positions):,} values were sent, not {coding.kept(k):,}")
     stated = mask_id.hex() if mask_id != NO_MASK else None
     return _Opened(
-        Message(round, client, n, coding.format, stated, torch.empty(0), mask), k, positions, rest[len(rest) - sent :]
+        Decoded(round, client, n, coding.format, stated, torch.empty(0), mask), k, positions, rest[len(rest) - sent :]
     )
 
 
@@ -362,8 +359,8 @@ def _values(batch: list[_Opened], coding: Coding, k: int, device: torch.device |
     return values
 
 
-def _count(over: Mask | ParamSpace) -> int:
-    return over.count if isinstance(over, Mask) else over.size
+def _mask_id(over: Layout) -> bytes:
+    return NO_MASK if over.mask_id is None else bytes.fromhex(over.mask_id)
 
 
 def _fetched(payload: Tensor) -> Tensor:
@@ -395,13 +392,13 @@ def _checksum(*parts: Any) -> int:
     return digest.intdigest()
 
 
-def _section(over: Mask | ParamSpace, coding: Coding, enclose: bool, within: Mask | None) -> bytes:
+def _section(over: Layout, coding: Coding, enclose: bool, within: Mask | None) -> bytes:
     """What a message says of its mask: nothing, the mask, or, in coo, always the indices."""
     if coding.format == "coo":
-        return _coordinates(over)
+        return _coordinates(over)  # type: ignore[arg-type]  # both layouts are hashable
     if not enclose:
         return b""
-    if isinstance(over, ParamSpace):
+    if not isinstance(over, Mask):
         raise FedsieveError("the values of a whole space have no mask to enclose")
     return pack_mask(over, within)
 
@@ -413,12 +410,11 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=2)
-def _coordinates(over: Mask | ParamSpace) -> bytes:
+def _coordinates(over: Layout) -> bytes:
     """The number of weights of each tensor, then one int64 per weight and dimension, tensor after tensor."""
-    mask = over if isinstance(over, Mask) else Mask.ones(over)
-    space, counts = mask.space, list(mask.counts().values())
+    space, counts = over.space, over.tensor_counts
     indices = [
-        np.stack(np.nonzero(mask.tensor(name).numpy()), axis=1).astype("<i8").tobytes()
+        np.stack(np.nonzero(over.tensor(name).numpy()), axis=1).astype("<i8").tobytes()
         for name, shape in zip(space.names, space.shapes, strict=True)
         if shape
     ]

@@ -1,0 +1,152 @@
+"""Questions to clients whose answers are only ever summed: what each answer holds, and how a client computes it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsieve.config import Sieve
+from fedsieve.federation.calibrate import client_scores, scored_rows
+from fedsieve.federation.channel import EXACT, FP64
+from fedsieve.federation.clients import Features, NotFinite, Part, Place
+from fedsieve.federation.least_squares import LOSSES, losses_at_scales, statistics, statistics_space
+from fedsieve.mask.mask import Mask
+from fedsieve.model.space import ParamSpace
+from fedsieve.randomness import generator
+from fedsieve.train.loop import predict
+
+METRICS = ParamSpace(("metrics",), ((2,),))  # loss and correct answers, summed
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """Loss and correct answers of the server's model over the images that each client holds back."""
+
+    round: int
+
+    what, over, coding, continues = "metrics", METRICS, FP64, False
+
+    def terms(self, client: int) -> Mapping[str, Any]:
+        """Nothing but the masks in use, which every such question names."""
+        return {}
+
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+        """The sums of each client, computed in one pass over all their images."""
+        if not clients:
+            return
+        people, task = place.context.population, place.task
+        held = task.feed.take(np.concatenate([people.validation(client) for client in clients]))
+        logits = predict(task.model, held, task.autocast).double()
+        loss, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
+        if not bool(loss.isfinite().all()):
+            raise NotFinite("the loss on images that clients hold back is not finite")
+        ns = people.held[list(clients)].tolist()
+        sums = [part.sum(0) for part in torch.stack([loss, correct], 1).split(ns)]
+        yield from zip(clients, sums, ns, strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Squared gradients of the weights that are still active, summed over images of each client."""
+
+    round: int
+    sieve: Sieve
+    over: Mask  # the weights that are still active
+    number: int  # of the calibration round
+    among: int  # clients that score
+    address: tuple[int | str, ...]  # of the calibration's draws
+
+    what, coding = "scores", EXACT
+
+    @property
+    def continues(self) -> bool:
+        """Whether clients that fell out of the question before stay out."""
+        return self.number > 0
+
+    def terms(self, client: int) -> Mapping[str, Any]:
+        """The place of the question in its calibration."""
+        return {"number": self.number, "among": self.among, "address": self.address, "over": self.over.id}
+
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+        """The scores of each client's share of the images."""
+        context, count = place.context, -(-self.sieve.fisher.samples // self.among)
+        asked = [(scored_rows(context, client, count, *self.address), (*self.address, client)) for client in clients]
+        scored = client_scores(context, self.sieve, self.over, self.number, asked)
+        for client, (values, n) in zip(clients, scored, strict=True):
+            yield client, values.float(), n
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Each client's mean squared gradients of the weights that train, which it also remembers, to blend by."""
+
+    round: int
+    sieve: Sieve
+    over: Mask
+
+    what, coding, continues = "scores", EXACT, False
+
+    def terms(self, client: int) -> Mapping[str, Any]:
+        """Blending works in one process only."""
+        return {}
+
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+        """The means, in single precision as they are remembered."""
+        context, stage, asked = place.context, place.stage, []
+        for client in clients:
+            rng = generator(context.experiment.seed, "blend rows", stage, client)
+            rows = rng.permutation(context.population.examples(client))[: self.sieve.fisher.samples]
+            asked.append((rows, (stage, "blend", client)))
+        scored = client_scores(context, self.sieve, self.over, 0, asked)
+        for client, (values, n) in zip(clients, scored, strict=True):
+            own = (values / n).float()
+            context.memory.put(client, self.round, **{f"{stage}.share": own})
+            yield client, own, n
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What a ridge head needs: sums of products of features and labels."""
+
+    width: int
+    classes: int
+
+    what, round, coding, continues = "statistics", 0, FP64, False
+
+    @property
+    def over(self) -> ParamSpace:
+        return statistics_space(self.width, self.classes)
+
+    def terms(self, client: int) -> Mapping[str, Any]:
+        """Nothing: a client knows its features and the classes."""
+        return {}
+
+    def parts(self, place: Features, clients: Sequence[int]) -> Iterator[Part]:
+        """The statistics of each client's features."""
+        for client in clients:
+            features, labels = place.features_of(client)
+            yield client, statistics(features, labels, self.classes), len(labels)
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The summed loss of a head at each of a grid of scales."""
+
+    head: Tensor  # of `head_space`, as clients received it
+    classes: int
+
+    what, over, round, coding, continues = "losses", LOSSES, 0, FP64, False
+
+    def terms(self, client: int) -> Mapping[str, Any]:
+        """Nothing but the head, which is a message."""
+        return {}
+
+    def parts(self, place: Features, clients: Sequence[int]) -> Iterator[Part]:
+        """The losses over each client's features."""
+        for client in clients:
+            features, labels = place.features_of(client)
+            yield client, losses_at_scales(self.head, features, labels, self.classes), len(labels)

@@ -1,1 +1,0 @@
-"""Studies: grids of experiments, with the tables and figures they must produce."""

@@ -1,1 +1,0 @@
-"""Choosing settings on validation."""
