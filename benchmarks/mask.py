@@ -11,7 +11,7 @@ from benchmarks.result import Result, alternate
 from fedsieve.config import Model
 from fedsieve.mask.calibration import calibrate, hybrid
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.scores import fisher, magnitude
+from fedsieve.mask.scores import fisher
 from fedsieve.model.build import build_classifier
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
@@ -56,7 +56,7 @@ def mask(device: torch.device, smoke: bool) -> Result:
         used = None if smoke else 100 * rate * flops / limits.product
         result.rows.append((f"Fisher per {per}", images, seconds, rate, seconds / taken["batch"], used))
     found = calls["batch"]()
-    weights = magnitude(space.read(model))
+    weights = space.read(model).abs()
 
     def ranked(active: Mask, _: int) -> torch.Tensor:
         return hybrid(found, weights, among=active.to_bool())

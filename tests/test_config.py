@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedsieve.config import Experiment, load_config, parse_config, to_yaml
+from fedsieve.config import FAMILIES, Experiment, load_config, parse_config, to_yaml
 from fedsieve.errors import FedsieveError
 from fedsieve.runner.listing import LISTINGS
 
@@ -89,7 +89,7 @@ def test_a_mistake_in_an_override_is_laid_to_the_command_line():
 
 
 def test_settings_that_do_not_go_together_are_laid_to_the_override_that_brought_it_about():
-    digits = 'model.weights is "digits", which goes only with data.source: digits'
+    digits = 'model.weights is "digits", which needs data.source: digits'
     assert refusal(STAGE, "seed=3", "model.weights=digits") == f"command line, model.weights=digits: {digits}"
     assert refusal(STAGE + "model: {weights: digits}", "seed=3") == f"exp.yaml: {digits}"
     federated = "federation: {clients: 4}\nstages: [{name: a, rounds: 8}]"
@@ -159,12 +159,12 @@ RIDGE = "federation: {clients: 4}\nstages: [{name: a, train: head, method: ridge
         (FEDERATED, "stages.a.warmup_epochs=1", "say warmup_rounds"),
         (FEDERATED, "stages.a.warmup_rounds=9", "warmup_rounds (9) is longer than the stage (8 rounds)"),
         (STAGE, "stages.a.warmup_rounds=1", "say warmup_epochs"),
-        (STAGE, "stages.a.local={steps: 1}", "local goes with a federation, and none is given: say epochs"),
-        (FEDERATED, "stages.a.ridge.strength=1.0", "ridge goes with method: ridge"),
-        (RIDGE, "stages.a.local={steps: 3}", "local goes with method: sgd"),
-        (RIDGE, "stages.a.early_stopping=3", "early_stopping goes with method: sgd"),
-        (RIDGE, "stages.a.optimizer.lr=0.5", "optimizer goes with method: sgd"),
-        (FEDERATED + "executor: sequential\n", "clients_at_once=2", "clients_at_once goes with executor: stacked"),
+        (STAGE, "stages.a.local={steps: 1}", "local needs a federation, and none is given: say epochs"),
+        (FEDERATED, "stages.a.ridge.strength=1.0", "ridge needs method: ridge"),
+        (RIDGE, "stages.a.local={steps: 3}", "local needs method: sgd"),
+        (RIDGE, "stages.a.early_stopping=3", "early_stopping needs method: sgd"),
+        (RIDGE, "stages.a.optimizer.lr=0.5", "optimizer needs method: sgd"),
+        (FEDERATED + "executor: sequential\n", "clients_at_once=2", "clients_at_once needs executor: stacked"),
         (SIEVED, "mask={scope: public, clients: 3}", "mask.scope is public"),
         (SIEVED, "mask={rule: random, clients: 3}", "needs no scores of theirs"),
         (SIEVED, "mask.refresh=8", "over after 8 rounds"),
@@ -173,20 +173,28 @@ RIDGE = "federation: {clients: 4}\nstages: [{name: a, train: head, method: ridge
         (
             FEDERATED,
             "federation.server={optimizer: sgd, momentum: 0.5}",
-            "momentum goes with optimizer: momentum or adam",
+            "momentum belongs to optimizer: momentum or adam",
         ),
-        (FEDERATED, "federation.server={optimizer: adagrad, beta2: 0.5}", "beta2 goes with optimizer: adam or yogi"),
+        (FEDERATED, "federation.server={optimizer: adagrad, beta2: 0.5}", "beta2 belongs to optimizer: adam or yogi"),
         (
             FEDERATED,
             "federation.correction={kind: fedprox, beta: 2.0}",
-            "beta goes with kind: fedntd, and kind is fedprox",
+            "beta belongs to kind: fedntd, and kind is fedprox",
         ),
-        (FEDERATED, "message={up: fp16, group: 128}", "group goes with int8"),
+        (FEDERATED, "message={up: fp16, group: 128}", "group needs int8"),
         (FEDERATED, "federation.cohort=0", "a whole number of clients, 1 or more, or a share"),
         (FEDERATED, "federation.cohort=1.5", "a whole number of clients, 1 or more, or a share"),
         (FEDERATED, "federation.cohort=some", "got 'some'"),
-        (FEDERATED, "federation.partition={kind: classes, nc: 2, min_size: 9}", "kind: classes takes no min_size"),
-        (FEDERATED, "federation.partition={kind: iid, min_size: 9}", "kind: iid takes no min_size"),
+        (
+            FEDERATED,
+            "federation.partition={kind: classes, nc: 2, min_size: 9}",
+            "min_size belongs to kind: dirichlet or quantity, and kind is classes",
+        ),
+        (
+            FEDERATED,
+            "federation.partition={kind: iid, min_size: 9}",
+            "min_size belongs to kind: dirichlet or quantity, and kind is iid",
+        ),
     ],
 )
 def test_a_key_that_would_do_nothing_is_refused_with_where_it_works(text, override, said):
@@ -206,25 +214,26 @@ CHOICES = {
     "transforms": "data.transform",
     "normalize": "data.normalize",
     "interpolation": "data.interpolation",
-    "rules": "mask.rule",
     "granularity": "mask.granularity",
     "allocation": "mask.allocation",
     "scopes": "mask.scope",
     "methods": "stages.method",
-    "optimizers": "stages.optimizer.kind",
     "schedules": "stages.schedule",
-    "partitions": "federation.partition.kind",
-    "servers": "federation.server.optimizer",
-    "corrections": "federation.correction.kind",
     "weighting": "federation.weighting",
-    "aggregators": "federation.aggregator.kind",
-    "attacks": "federation.attack.kind",
     "personal": "federation.personal.methods",
     "formats": "message.up",
     "aggregations": "privacy.aggregation",
     "executors": "executor",
-    "trackers": "tracking",
 }
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_every_word_of_a_family_has_a_text_a_listing_and_code(family):
+    [listed] = [entries for place, entries in LISTINGS.values() if place.startswith(f"{family.place}:")]
+    assert [name for name, _ in listed(None)] == list(family.words)
+    assert all(text for _, text in listed(None)) and family.default in {"", *family.words}
+    for word in family.words.values():
+        assert word.home is None or callable(word.model_construct().piece)
 
 
 @pytest.mark.parametrize("listing", CHOICES)

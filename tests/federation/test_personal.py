@@ -294,7 +294,7 @@ def test_a_ridge_head_can_be_adapted_too(federated, tmp_path):
         (["federation.personal={methods: [head, head]}"], "named twice"),
         (
             ["federation.personal={methods: [head], as_trained: true}"],
-            "as_trained goes with the methods local and mask",
+            "as_trained needs the methods local and mask",
         ),
         (["federation.personal={methods: []}"], "federation.personal.methods"),
         (["federation.client_validation=1.0"], "client_validation"),

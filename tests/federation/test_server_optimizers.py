@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.words import word
 
 from fedsieve.config import Server
 from fedsieve.federation.server_optimizers import after_new_mask, carried, server_step
@@ -12,18 +13,19 @@ from fedsieve.federation.server_optimizers import after_new_mask, carried, serve
 
 def reference(settings, deltas, rates):
     """Reddi et al. 2021, algorithms 1 and 2, one number at a time."""
-    x, m, v, tau = 0.0, 0.0, settings.tau**2, settings.tau
+    x, m, tau = 0.0, 0.0, getattr(settings, "tau", 0.0)
+    v = tau**2
     for delta, rate in zip(deltas, rates, strict=True):
-        if settings.optimizer == "sgd":
+        if settings.kind == "sgd":
             x += rate * delta
-        elif settings.optimizer == "momentum":
+        elif settings.kind == "momentum":
             m = settings.momentum * m + delta
             x += rate * m
         else:
             m = settings.momentum * m + (1 - settings.momentum) * delta
-            if settings.optimizer == "adagrad":
+            if settings.kind == "adagrad":
                 v = v + delta**2
-            elif settings.optimizer == "yogi":
+            elif settings.kind == "yogi":
                 v = v - (1 - settings.beta2) * delta**2 * math.copysign(1, v - delta**2) * (v != delta**2)
             else:
                 v = settings.beta2 * v + (1 - settings.beta2) * delta**2
@@ -36,7 +38,7 @@ OPTIMIZERS = ["sgd", "momentum", "adam", "yogi", "adagrad"]
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_server_optimizers_equal_the_paper(optimizer):
-    settings = Server(optimizer=optimizer, lr=0.3).model_copy(update={"momentum": 0.8, "beta2": 0.9, "tau": 0.01})
+    settings = word(Server, optimizer, lr=0.3, momentum=0.8, beta2=0.9, tau=0.01)
     deltas = np.random.default_rng(0).normal(size=(6, 4))
     theta, state = torch.zeros(4, dtype=torch.float64), {}
     for delta in deltas:
@@ -48,7 +50,7 @@ def test_server_optimizers_equal_the_paper(optimizer):
 @given(st.lists(st.tuples(st.floats(-2, 2), st.floats(0.01, 2)), min_size=1, max_size=6))
 def test_the_rate_scales_the_step_but_not_the_buffers(optimizer, rounds):
     """Against the paper's update, with a rate that changes every round as under a schedule."""
-    settings = Server(optimizer=optimizer).model_copy(update={"momentum": 0.8, "beta2": 0.9, "tau": 0.01})
+    settings = word(Server, optimizer, momentum=0.8, beta2=0.9, tau=0.01)
     theta, state = torch.zeros(1, dtype=torch.float64), {}
     for delta, rate in rounds:
         theta += server_step(settings, rate, torch.tensor([delta], dtype=torch.float64), state)
@@ -71,7 +73,7 @@ def test_momentum_goes_over_to_a_new_mask_as_far_as_asked(old, new):
         kind: after_new_mask(Server(optimizer="adam", momentum_correction=kind), dict(state), *places)
         for kind in ("keep", "scale", "reset")
     }
-    share, fill = len(old & new) / len(new), Server().tau ** 2
+    share, fill = len(old & new) / len(new), Server(optimizer="adam").tau ** 2
     kept = torch.tensor([100.0 + place if place in old else 0.0 for place in sorted(new)])
     torch.testing.assert_close(found["keep"]["first"], kept)
     torch.testing.assert_close(found["scale"]["first"], share * kept)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.federation.alone import Given, federated_ridge, summed, weighted_sum
 from tests.federation.conftest import CONFIG, SPARSE
+from tests.words import Robust, aggregate
 
 from fedsieve import run
 from fedsieve.config import Privacy, parse_config
 from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.federation import secure
-from fedsieve.federation.aggregators import Robust, aggregate
 from fedsieve.federation.channel import EXACT
 from fedsieve.federation.clients import Update
 from fedsieve.federation.means import robust_mean
@@ -598,15 +598,15 @@ REFUSED = {
     ),
     "robust, client masks": ([*SPARSE, "mask.scope=client", "federation.aggregator=median"], "different weights"),
     "stale, refreshed": ([STALE, *SPARSE, "mask.refresh=1"], "one mask for the whole stage"),
-    "unused setting": (["federation.aggregator={kind: median, f: 2}"], "goes with kind: krum or multi_krum"),
-    "unused width": (["privacy.bits=16"], "goes with aggregation: secagg"),
+    "unused setting": (["federation.aggregator={kind: median, f: 2}"], "belongs to kind: krum or multi_krum"),
+    "unused width": (["privacy.bits=16"], "belongs to aggregation: secagg"),
     "no such kind": (["federation.aggregator=krumm"], 'Did you mean "krum"'),
-    "mixed mean": (["federation.aggregator={kind: mean, mix: 2}"], "mix goes with kind: median"),
-    "no mapping": (["federation.aggregator=7"], "should be a mapping, got the number 7. Its keys: kind, share"),
+    "mixed mean": (["federation.aggregator={kind: mean, mix: 2}"], "mix belongs to kind: median"),
+    "no mapping": (["federation.aggregator=7"], "should be a word or a mapping, got 7. Words: mean, median"),
     "unaccountable": (["privacy.dp={epsilon: 8, delta: 1e-30, clip_norm: 1.0}", PRIVATE[1]], "privacy.dp.delta"),
     "central": (
         ["federation=null", "privacy.aggregation=secagg", "stages=[{name: a, epochs: 1}]"],
-        "goes with a federation",
+        "needs a federation",
     ),
 }
 NUMBERS = {

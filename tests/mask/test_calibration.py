@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from scipy.stats import rankdata
 from tests.mask.test_selection import slow_seats
 
+from fedsieve.config import Rule
 from fedsieve.errors import FedsieveError
-from fedsieve.mask.calibration import KINDS, RULES, calibrate, densities, hybrid, maskable, random_scores
+from fedsieve.mask.calibration import KINDS, calibrate, densities, hybrid, maskable, random_scores
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import attention_heads
 from fedsieve.model.build import build_classifier
@@ -218,15 +219,16 @@ def test_kinds_restrict_what_takes_part(model, space):
 
 
 def test_rules_say_what_trains():
-    assert set(RULES) == {
+    assert {*Rule.words} >= {
         "least_sensitive", "most_sensitive", "low_magnitude", "high_magnitude", "low_hybrid", "high_hybrid", "random",
     }  # fmt: skip
-    for name, rule in RULES.items():
-        assert rule.lowest == (not name.startswith(("most", "high"))) and rule.text.startswith("trains")
+    for name, rule in Rule.words.items():
+        low = name.startswith(("least", "low", "random"))
+        assert rule.lowest == low and rule.text().startswith("trains")
     space = ParamSpace(("a",), ((4,),))
     for name, kept in [("low_magnitude", [1, 2]), ("high_magnitude", [0, 3])]:
         weights = torch.tensor([-3.0, 0.5, -1.0, 2.0])
-        mask = calibrate(lambda *_: weights.abs(), space, sparsity=0.5, lowest=RULES[name].lowest)  # noqa: B023
+        mask = calibrate(lambda *_: weights.abs(), space, sparsity=0.5, lowest=Rule.words[name].lowest)  # noqa: B023
         assert mask.indices().tolist() == kept
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedsieve.errors import FedsieveError
 from fedsieve.mask import scores
-from fedsieve.mask.scores import fisher, fisher_sum, magnitude, sample_classes, shrunk
+from fedsieve.mask.scores import fisher, fisher_sum, gradient_sum, sample_classes, shrunk
 from fedsieve.model.space import ParamSpace
 
 CLASSES, COUNT = 5, 11
@@ -338,8 +338,18 @@ def test_shrinking_changes_the_frozen_weights_and_restores_their_bits(bound):
         assert torch.equal(space.read(model), before)
 
 
-def test_magnitude_is_the_absolute_weight():
-    assert magnitude(nn.Parameter(torch.tensor([-2.0, 1.0]))).tolist() == [2.0, 1.0]
+def test_summed_gradients_are_those_of_one_example_after_another():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    space, inputs, labels = ParamSpace.of(model), torch.randn(7, 5).double(), torch.arange(7) % 3
+    found, count = gradient_sum(model, space, [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])])
+    total = torch.zeros(space.size, dtype=torch.float64)
+    for one, label in zip(inputs, labels, strict=True):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(one[None]), label[None]).backward()
+        total += space.flatten({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert count == 7
+    torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-9)
 
 
 def test_labels_that_the_model_does_not_have_are_refused():

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from fedsieve.config import Experiment, Stage
+from fedsieve.config import Experiment, Stage, TrackerChoice
 from fedsieve.errors import FedsieveError
-from fedsieve.runner.tracking import TRACKERS, Tracker, make_trackers
+from fedsieve.runner.tracking import Tracker, make_trackers
 
 EXPERIMENT = Experiment(name="trial", stages=[Stage(name="head", epochs=1), Stage(name="backbone", epochs=1)])
 RECORDS = [
@@ -37,7 +37,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def track(name: str, folder: Path, history: list[dict[str, Any]], new: list[dict[str, Any]], summary: Any) -> None:
     """One session of a run, with no guard so that a failure fails the test."""
-    tracker = TRACKERS[name]()
+    tracker = TrackerChoice.of(name).made()
     tracker.start(folder, EXPERIMENT, history)
     for record in new:
         tracker.log(record)
@@ -126,11 +126,11 @@ def test_wandb_goes_online_where_a_key_is_configured(monkeypatch: pytest.MonkeyP
     netrc.chmod(0o600)
     monkeypatch.setenv("NETRC", str(netrc))
     for _ in range(2):
-        tracker = TRACKERS["wandb"]()
+        tracker = TrackerChoice.of("wandb").made()
         tracker.start(tmp_path, EXPERIMENT, RECORDS[:2])
         tracker.log(RECORDS[2])
     monkeypatch.setenv("WANDB_MODE", "offline")
-    TRACKERS["wandb"]().start(tmp_path, EXPERIMENT, [])
+    TrackerChoice.of("wandb").made().start(tmp_path, EXPERIMENT, [])
     assert [arguments["mode"] for arguments in asked] == ["online", "online", "offline"]
     assert len({arguments["id"] for arguments in asked}) == 1
     assert logged == [2, 3, 2, 3], "the point at step 1 is there already"
@@ -161,7 +161,7 @@ def test_mlflow_begins_anew_on_another_server_with_the_whole_history(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     # More metrics and parameters than MLflow takes in one call.
     history = [{"index": index, "stage": "head", "epoch": index, "loss": 1.0} for index in range(1, 601)]
-    tracker = TRACKERS["mlflow"]()
+    tracker = TrackerChoice.of("mlflow").made()
     tracker.start(tmp_path, Experiment(stages=[Stage(name=f"s{i}", epochs=1) for i in range(20)]), history)
     tracker.finish(None)
     run = MlflowClient(uri).get_run((tmp_path / "mlflow" / "run_id").read_text())
@@ -175,7 +175,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(FedsieveError, match=rf"--extra {name} .*fedsieve\[{name}\]"):
-        make_trackers(["tensorboard", name])
+        make_trackers([TrackerChoice.of("tensorboard"), TrackerChoice.of(name)])
 
 
 def test_a_failing_tracker_warns_once_and_is_switched_off(
@@ -194,8 +194,8 @@ def test_a_failing_tracker_warns_once_and_is_switched_off(
         def finish(self, summary: dict[str, Any] | None) -> None:
             calls.append("finish")
 
-    monkeypatch.setitem(TRACKERS, "wandb", Failing)
-    trackers: list[Tracker] = make_trackers(["wandb", "tensorboard"])
+    monkeypatch.setattr(TrackerChoice.words["wandb"], "home", Failing)
+    trackers: list[Tracker] = make_trackers([TrackerChoice.of("wandb"), TrackerChoice.of("tensorboard")])
     for tracker in trackers:
         tracker.start(tmp_path, EXPERIMENT, [])
     for record in RECORDS:
@@ -213,8 +213,6 @@ def test_a_failing_tracker_warns_once_and_is_switched_off(
 def test_no_tracker_is_imported_before_it_is_used() -> None:
     import subprocess
 
-    code = (
-        "import sys, fedsieve.runner.tracking as t; t.make_trackers(t.TRACKERS); print({*t.TRACKERS} & {*sys.modules})"
-    )
+    code = "import sys, fedsieve.runner.tracking as t; w = t.TrackerChoice.words; t.make_trackers([c() for c in w.values()]); print({*w} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -6,8 +6,9 @@ import torch
 from scipy.stats import rankdata
 from tests.train.test_loop import quiet
 
+from fedsieve.config import Rule
 from fedsieve.errors import FedsieveError
-from fedsieve.mask.calibration import RULES, calibrate, maskable
+from fedsieve.mask.calibration import calibrate, maskable
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.scores import fisher_sum
 from fedsieve.randomness import generator
@@ -29,7 +30,7 @@ def mask_for(tiny, sieve: str, *overrides: str):
     return setup, scoring.mask(stage.name)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", Rule.words)
 def test_every_rule_gives_the_density_asked_for(tiny, rule):
     setup, mask = mask_for(tiny, f"{{rule: {rule}, sparsity: 0.8, calibration_rounds: 2, fisher: {{samples: 40}}}}")
     outside = sum(p.numel() for n, p in setup.model.backbone.named_parameters() if n in ("cls_token", "pos_embed"))
@@ -128,7 +129,7 @@ def test_scores_follow_the_fisher_settings(tiny, fisher):
 
     def scored(number: int) -> torch.Tensor:
         scoring = Scoring(sieve, setup.model, space, setup.train, setup.autocast, 0)
-        return scoring.squared_gradients(everything, number, rows, "s")[0]
+        return scoring.summed("fisher", everything, number, rows, "s")[0]
 
     if not settings["labels"]:  # drawn from the model, and anew in each calibration round
         draws = [generator(0, "fisher labels", "s", number).random(24) for number in (0, 1)]
@@ -152,7 +153,7 @@ def test_only_frozen_maskable_weights_shrink_and_only_after_the_first_round(tiny
 
     def scored(active: Mask, number: int) -> torch.Tensor:
         scoring = Scoring(sieve, setup.model, space, setup.train, setup.autocast, 0)
-        return scoring.squared_gradients(active, number, rows, "s")[0]
+        return scoring.summed("fisher", active, number, rows, "s")[0]
 
     first = scored(active, 0)
     later = scored(active, 1)

@@ -196,9 +196,9 @@ def partition(experiment: Experiment) -> str:
     """Who holds what, in a word."""
     if experiment.federation is None:
         return "central"
-    kind = experiment.federation.partition
-    words = {"classes": f"Nc={kind.nc}", "dirichlet": f"Dir({kind.alpha})", "quantity": f"sizes({kind.alpha})"}
-    return words.get(kind.kind, kind.kind.upper() if kind.kind == "iid" else kind.kind)
+    kind, fields = experiment.federation.partition.kind, experiment.federation.partition.fields
+    words = {"classes": "Nc={nc}", "dirichlet": "Dir({alpha})", "quantity": "sizes({alpha})", "iid": "IID"}
+    return words.get(kind, kind).format(**fields)
 
 
 def read_results(study: Study, out: Path, rows: Sequence[Row], seeds: int) -> dict[str, RowResult]:

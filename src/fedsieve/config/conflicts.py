@@ -71,23 +71,23 @@ def images(experiment: "Experiment") -> Iterator[str]:
     if data.source == "none" and experiment.test_curve:
         yield "test_curve needs images to test on, and data.source is none"
     if experiment.model.weights == "digits" and data.source != "digits":
-        yield 'model.weights is "digits", which goes only with data.source: digits'
+        yield 'model.weights is "digits", which needs data.source: digits'
 
 
 def central_training(experiment: "Experiment") -> Iterator[str]:
     for stage in (stage for stage in experiment.stages if stage.method == "sgd"):
         if changed_keys(stage, "warmup_rounds", "local"):
             key, instead = ("warmup_rounds", "warmup_epochs") if stage.warmup_rounds else ("local", "epochs")
-            yield f"stages.{stage.name}.{key} goes with a federation, and none is given: say {instead}"
+            yield f"stages.{stage.name}.{key} needs a federation, and none is given: say {instead}"
         if stage.epochs is None:
             yield f"stages.{stage.name}.epochs: required, but not given"
         if stage.rounds or stage.budget:
             yield f"stages.{stage.name}.rounds: training is central (no federation is given): say epochs"
     for key in changed_keys(experiment, "message", "privacy", "clients_at_once"):
-        yield f"{key} goes with a federation, and none is given"
+        yield f"{key} needs a federation, and none is given"
     for sieve in experiment.sieves:
         for key in changed_keys(sieve, "scope", "clients", "refresh", "start_sparsity"):
-            yield f"mask.{key} goes with a federation, and none is given"
+            yield f"mask.{key} needs a federation, and none is given"
     if experiment.executor != "auto":
         yield f"executor: {experiment.executor} runs a cohort of clients, but no federation is given"
 
@@ -101,7 +101,7 @@ def federated_training(experiment: "Experiment", federation: "Federation") -> It
         if not (stage.rounds or stage.budget):
             yield f"stages.{stage.name}.rounds: required in a federation, but not given"
     if experiment.executor == "sequential" and experiment.clients_at_once:
-        yield "clients_at_once goes with executor: stacked; sequential trains one client after another"
+        yield "clients_at_once needs executor: stacked; sequential trains one client after another"
     natural = federation.partition.kind == "natural"  # how many clients that has, only the data says
     if not natural and (sentence := too_many(experiment, federation.clients or 100)):
         yield sentence
@@ -112,16 +112,10 @@ def same_mask(experiment: "Experiment", federation: "Federation") -> Iterator[st
     own, changing, tiered = experiment.own_masks, experiment.changing_masks, federation.tiered
     if tiered and (own or not experiment.sieves):
         yield "federation.devices: a density below 1 is a part of a shared mask, and there is none"
-    if federation.correction.kind == "scaffold" and (own or tiered or changing):
-        yield "federation.correction: scaffold goes with one mask, the same for all clients and rounds"
     if federation.blend and (own or changing):
-        yield "federation.blend goes with one shared mask for the whole stage"
+        yield "federation.blend needs one shared mask for the whole stage"
     if experiment.message.error_feedback and changing:
-        yield "message.error_feedback goes with one mask for the whole stage, but mask.refresh is given"
-    if federation.attack and federation.attack.kind == "stale_replay" and (own or changing):
-        yield "federation.attack: stale_replay sends an old update, which goes with one mask for the whole stage"
-    if changed_keys(federation.server, "momentum_correction") and not changing:
-        yield "federation.server.momentum_correction goes with mask.refresh: no mask ever changes"
+        yield "message.error_feedback needs one mask for the whole stage, but mask.refresh is given"
 
 
 def masks(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
@@ -129,7 +123,7 @@ def masks(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
         if (sieve := experiment.mask_of(stage)) is None:
             continue
         if sieve.refresh and sieve.scope == "client":
-            yield "mask.refresh goes with a shared or public mask"
+            yield "mask.refresh needs a shared or public mask"
         if sieve.refresh and sieve.refresh >= stage.length:
             yield (
                 f"mask.refresh: stage {stage.name} is over after {stage.length} rounds, before {sieve.refresh} have passed "
@@ -139,8 +133,8 @@ def masks(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
             yield "mask.start_sparsity needs mask.refresh: the sparsity changes with each new mask"
         if sieve.clients and sieve.scope != "shared":
             yield f"mask.clients says how many score a shared mask, and mask.scope is {sieve.scope}"
-        if sieve.clients and not sieve.scored:
-            yield f"mask.clients says how many score, and mask.rule {sieve.rule} needs no scores of theirs"
+        if sieve.clients and not sieve.rule.scored:
+            yield f"mask.clients says how many score, and mask.rule {sieve.rule.kind} needs no scores of theirs"
 
 
 def personal_models(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
@@ -179,36 +173,12 @@ def too_many(experiment: "Experiment", clients: int) -> str | None:
     return None
 
 
-def robust_aggregators(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
-    kind, mode = federation.aggregator.kind, experiment.privacy.aggregation
-    if kind == "mean":
-        return
-    if mode != "plain":
-        yield (
-            f"federation.aggregator: {kind} compares single updates, and privacy.aggregation: {mode} lets the server see only "
-            "their sum. Choose one of the two"
-        )
-    if experiment.own_masks or federation.tiered:
-        cause = "mask.scope: client" if experiment.own_masks else "federation.devices with a density below 1"
-        yield (
-            f"federation.aggregator: {kind} compares whole updates, but clients train different weights ({cause}). Use one "
-            "mask for all, or mean"
-        )
-
-
-def scaffold(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
-    kind, mode = federation.aggregator.kind, experiment.privacy.aggregation
-    unprotected = {
-        "privacy.dp does not account for": experiment.privacy.dp is not None,
-        f"{kind} does not protect": kind != "mean",
-        f"{mode} does not hide": mode != "plain",
-    }
-    cause = next((cause for cause, holds in unprotected.items() if holds), None)
-    if cause and federation.correction.kind == "scaffold":
-        yield (
-            "federation.correction: scaffold sends a second vector for each client, its control variate, which "
-            f"{cause}. Use fedprox, or drop it"
-        )
+def chosen_words(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
+    """The conflicts that the chosen words declare themselves."""
+    words = [federation.aggregator, federation.server, federation.correction, federation.attack, federation.partition]
+    for word in words:
+        if word is not None:
+            yield from word.clashes(experiment)
 
 
 def secure_sums(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
@@ -217,7 +187,7 @@ def secure_sums(experiment: "Experiment", federation: "Federation") -> Iterator[
         return
     if experiment.own_masks:
         yield (
-            f"mask.scope: client does not go with privacy.aggregation: {mode}: a weight that one client alone trains would be "
+            f"mask.scope: client does not work with privacy.aggregation: {mode}: a weight that one client alone trains would be "
             "given away by the sum. Use scope: shared or public"
         )
     if mode == "zero_sum" and federation.tiered:
@@ -232,12 +202,12 @@ def secure_sums(experiment: "Experiment", federation: "Federation") -> Iterator[
         )
     if message.up != "fp32":
         yield (
-            f"message.up: {message.up} does not go with privacy.aggregation: {mode}, whose values travel "
+            f"message.up: {message.up} does not work with privacy.aggregation: {mode}, whose values travel "
             f"{'in fixed point of privacy.bits' if mode == 'secagg' else 'in fp32, so that pads cancel'}: drop it"
         )
     for key in changed_keys(message, "top_k", "error_feedback"):
         yield (
-            f"message.{key} does not go with privacy.aggregation: {mode}: every client sends all values of the mask, and "
+            f"message.{key} does not work with privacy.aggregation: {mode}: every client sends all values of the mask, and "
             "their rounding is part of the sum"
         )
     if mode == "zero_sum" and changed_keys(federation, "failures"):
@@ -248,19 +218,17 @@ def secure_sums(experiment: "Experiment", federation: "Federation") -> Iterator[
 
 
 def private_rounds(experiment: "Experiment", federation: "Federation") -> Iterator[str]:
-    kind, mode = federation.aggregator.kind, experiment.privacy.aggregation
+    mode = experiment.privacy.aggregation
     if experiment.privacy.dp is None:
         return
     if mode != "plain":
         yield (
-            f"privacy.dp does not go with aggregation: {mode}. A secure sum gives nothing below its threshold, so that one "
+            f"privacy.dp does not work with aggregation: {mode}. A secure sum gives nothing below its threshold, so that one "
             "client more could bring others' updates in with it, and the noise would not cover that. Drop one of the two"
         )
-    if kind != "mean":
-        yield f"privacy.dp knows what one client can do to a sum, not to federation.aggregator: {kind}. Use mean"
     if experiment.own_masks:
         yield (
-            "privacy.dp does not go with mask.scope: client: the masks themselves tell of their clients. Use public, or shared "
+            "privacy.dp does not work with mask.scope: client: the masks themselves tell of their clients. Use public, or shared "
             "with privacy.dp.scores"
         )
     if federation.weighting != "uniform":
@@ -280,7 +248,7 @@ def private_sums(experiment: "Experiment", federation: "Federation") -> Iterator
     if (dp := experiment.privacy.dp) is None:
         return
     held = experiment.data.val_fraction > 0
-    scopes = {sieve.scope for sieve in experiment.sieves if sieve.scored}
+    scopes = {sieve.scope for sieve in experiment.sieves if sieve.rule.scored}
     heads = [stage.ridge for stage in experiment.stages if stage.method == "ridge"]
     if "shared" in scopes and dp.scores is None:
         yield (
@@ -311,5 +279,5 @@ def private_sums(experiment: "Experiment", federation: "Federation") -> Iterator
 ALWAYS = (stages, ridge_heads, added_layers, images)
 FEDERATED = (
     *(federated_training, same_mask, masks, personal_models),
-    *(robust_aggregators, scaffold, secure_sums, private_rounds, private_sums),
+    *(chosen_words, secure_sums, private_rounds, private_sums),
 )

@@ -55,6 +55,8 @@ def _sentence(problem: Any, keys: list[int | str]) -> str:
         return "required, but not given"
     if kind == "value_error":
         return str(problem["ctx"]["error"])
+    if kind == "choice":  # the sentence of a word
+        return problem["msg"]
     if kind == "literal_error" and (words := _words(annotation, listed=isinstance(keys[-1], int))):
         return f"{given!r} is not allowed.{did_you_mean(str(given), words)} Allowed: {', '.join(words)}"
     if kind == "model_type" and (inner := _models_in(annotation)):

@@ -7,9 +7,38 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from fedsieve.config.conflicts import all_conflicts
-from fedsieve.config.strict import Count, Fraction, Positive, Rate, Share, Strict, changed_keys, only_with, setting
+from fedsieve.config.strict import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Rate,
+    Share,
+    Strict,
+    changed_keys,
+    only_with,
+    setting,
+)
+from fedsieve.config.words import (
+    SGD,
+    AggregatorChoice,
+    Attack,
+    Correction,
+    CrossEntropy,
+    Iid,
+    LeastSensitive,
+    MeanOfUpdates,
+    NoCorrection,
+    ObjectiveChoice,
+    Optimizer,
+    Partition,
+    Rule,
+    Server,
+    ServerSGD,
+    TensorBoard,
+    TrackerChoice,
+)
 
-NonNegative = Annotated[float, Field(ge=0)]
 NoiseMultiplier = Annotated[float, Field(ge=0.05)]  # less hides nothing, and cannot be accounted for
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 ListOrOne = Discriminator(lambda value: "#several" if isinstance(value, list) else "#one")
@@ -17,9 +46,6 @@ ListOrOne = Discriminator(lambda value: "#several" if isinstance(value, list) el
 Transform = Literal["resize", "flip", "crop_flip", "flip_rotate"]
 Interpolation = Literal["bilinear", "bicubic"]
 Part = Literal["head", "backbone", "all", "lora", "adapter"]
-RuleName = Literal[
-    "least_sensitive", "most_sensitive", "low_magnitude", "high_magnitude", "low_hybrid", "high_hybrid", "random"
-]
 Granularity = Literal["weight", "row", "attention_head", "block"]
 Allocation = Literal["global", "tensor", "block"]
 LayerKind = Literal["linear", "attention", "norm", "conv", "bias", "other"]
@@ -113,21 +139,6 @@ class Model(Strict):
         return options
 
 
-class Optimizer(Strict):
-    """SGD with momentum, or AdamW. In a sparse stage it moves only the weights of the mask."""
-
-    kind: Literal["sgd", "adamw"] = "sgd"
-    lr: Rate = 0.01
-    momentum: Fraction = 0.9
-    weight_decay: NonNegative = 0.0
-    beta2: Fraction = setting(0.999, "adamw's second momentum; `momentum` is its first")
-    nesterov: bool = False
-    clip_norm: Rate | None = setting(None, "largest L2 norm of a gradient")
-    rescale: Annotated[float, Field(ge=1)] | None = setting(
-        None, "a masked gradient regains the norm of the whole one, growing by this factor at most"
-    )
-
-
 class Fisher(Strict):
     """The measurement of sensitivity."""
 
@@ -141,7 +152,7 @@ class Fisher(Strict):
 class Sieve(Strict):
     """The mask: which weights may train."""
 
-    rule: RuleName = "least_sensitive"
+    rule: Rule = setting(LeastSensitive(), "which weights may train: `fedsieve list rules`")
     sparsity: Fraction = setting(0.9, "the share of maskable weights that is frozen")
     calibration_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
     schedule: Literal["exponential", "linear"] = setting("exponential", "the density over calibration rounds")
@@ -154,7 +165,7 @@ class Sieve(Strict):
     min_active_per_tensor: Count = 1
     shrink: Annotated[float, Field(ge=0, le=1)] = setting(1.0, "factor on frozen weights from the second scoring on")
     alpha: Annotated[float, Field(ge=0, le=1)] = setting(0.5, "the share of sensitivity in hybrid rules")
-    scale: Literal["ranks", "max"] = setting("ranks", "how hybrid rules make two scores comparable")
+    scale: Literal["ranks", "max", "none"] = setting("ranks", "how hybrid rules make two scores comparable; none: raw")
     fisher: Fisher = Fisher()
     scope: Literal["shared", "client", "public"] = setting(
         "shared", "from all clients' scores, one per client, or from the server's validation (else training) images"
@@ -162,11 +173,6 @@ class Sieve(Strict):
     clients: Positive | None = setting(None, "in a federation, shared: how many score; default: as many as a round has")
     refresh: Positive | None = setting(None, "in a federation: rounds from one calibration to the next")
     start_sparsity: Fraction | None = setting(None, "with refresh: the first mask's; it moves evenly to `sparsity`")
-
-    @property
-    def scored(self) -> bool:
-        """Whether the rule looks at images, and not only at weights."""
-        return self.rule.endswith(("sensitive", "hybrid"))
 
     @field_validator("kinds", mode="before")
     @classmethod
@@ -222,7 +228,8 @@ class Stage(Strict):
     method: Literal["sgd", "ridge"] = setting("sgd", "ridge: a closed-form head, in one round")
     ridge: Ridge = Ridge()
     batch_size: Positive = 128
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = SGD()
+    objective: ObjectiveChoice = setting(CrossEntropy(), "the loss of an example: `fedsieve list objectives`")
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_epochs: NonNegative = 0.0
     warmup_rounds: Count = setting(0, "in a federation")
@@ -256,70 +263,24 @@ class Stage(Strict):
             yield "rounds and budget both say how long the stage is: give one"
         if (self.rounds or self.budget) and self.warmup_rounds > self.length:
             yield f"warmup_rounds ({self.warmup_rounds}) is longer than the stage ({self.length} rounds)"
-        stepwise = ("local", "batch_size", "optimizer", "schedule", "warmup_epochs", "warmup_rounds", "early_stopping")
+        stepwise = (
+            "local",
+            "batch_size",
+            "optimizer",
+            "schedule",
+            "warmup_epochs",
+            "warmup_rounds",
+            "early_stopping",
+            "objective",
+        )
         if self.method == "ridge" and (ignored := changed_keys(self, *stepwise)):
-            yield f"{ignored[0]} goes with method: sgd; ridge solves for the head at once"
+            yield f"{ignored[0]} needs method: sgd; ridge solves for the head at once"
         if self.method == "sgd" and changed_keys(self, "ridge"):
-            yield "ridge goes with method: ridge, and method is sgd"
+            yield "ridge needs method: ridge, and method is sgd"
         if self.method == "ridge" and self.train != "head":
-            yield "method: ridge solves for a head: it goes with train: head"
+            yield "method: ridge solves for a head: it needs train: head"
         if self.method == "ridge" and (self.sparse or self.mask):
             yield "method: ridge solves for the whole head: it takes no mask"
-        if self.optimizer.nesterov and self.optimizer.momentum == 0:
-            yield "optimizer.nesterov needs optimizer.momentum above 0"
-        if self.optimizer.nesterov and self.optimizer.kind == "adamw":
-            yield "optimizer.nesterov goes with kind: sgd"
-
-
-class Partition(Strict):
-    """The deal of the training images to the clients."""
-
-    kind: Literal["iid", "classes", "dirichlet", "quantity", "natural", "sites"] = "iid"
-    nc: Positive | None = setting(None, "classes: how many each client holds; dirichlet: the most that one holds")
-    alpha: Rate | None = setting(None, "dirichlet, quantity: the smaller, the more skewed")
-    min_size: Positive = setting(1, "dirichlet, quantity: images every client has at least")
-    column: str | None = setting(None, "natural: the column that names the client, such as a user id")
-
-    def conflicts(self) -> Iterator[str]:
-        skewed = ["alpha", "min_size"]
-        takes = {"classes": ["nc"], "dirichlet": [*skewed, "nc"], "quantity": skewed, "natural": ["column"]}
-        taken = takes.get(self.kind, [])
-        if taken and getattr(self, taken[0]) is None:
-            yield f"kind: {self.kind} needs {taken[0]}"
-        for name in changed_keys(self, "nc", "alpha", "min_size", "column"):
-            if name not in taken:
-                yield f"kind: {self.kind} takes no {name}"
-
-
-class Server(Strict):
-    """The server's step along the clients' mean update (Reddi et al. 2021)."""
-
-    optimizer: Literal["sgd", "momentum", "adam", "yogi", "adagrad"] = setting("sgd", "sgd: FedAvg; momentum: FedAvgM")
-    lr: Rate = 1.0
-    momentum: Fraction = setting(0.9, "of momentum; the first momentum of adam, yogi and adagrad")
-    beta2: Fraction = setting(0.99, "of adam and yogi")
-    tau: Rate = setting(1e-3, "of adam, yogi and adagrad: what is added to the root")
-    schedule: Literal["cosine", "constant"] = setting("constant", "of the server's rate over rounds")
-    momentum_correction: Literal["keep", "scale", "reset"] = setting(
-        "keep", "for weights that stay in a new mask: all, in proportion to the overlap of the two masks, or none"
-    )
-
-    def conflicts(self) -> Iterator[str]:
-        moving = "momentum momentum_correction"
-        adam = f"{moving} beta2 tau"
-        return only_with(self, "optimizer", momentum=moving, adam=adam, yogi=adam, adagrad=f"{moving} tau")
-
-
-class Correction(Strict):
-    """A term that clients add to their loss or gradient against drift."""
-
-    kind: Literal["none", "fedprox", "scaffold", "fedntd"] = "none"
-    mu: NonNegative = setting(0.01, "fedprox: weight of the distance to the global model")
-    beta: NonNegative = setting(1.0, "fedntd: weight of the distillation")
-    tau: Rate = setting(1.0, "fedntd: its temperature")
-
-    def conflicts(self) -> Iterator[str]:
-        return only_with(self, "kind", fedprox="mu", fedntd="beta tau")
 
 
 class Failures(Strict):
@@ -347,64 +308,29 @@ class Personal(Strict):
     clients: Positive | None = setting(None, "how many, drawn by the seed; default: all")
     local: Local = Local()
     batch_size: Positive = 50
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = SGD()
     as_trained: bool = setting(False, "local, mask: with the optimizer and rate of the stage that trained the weights")
 
     def conflicts(self) -> Iterator[str]:
         if len(set(self.methods)) != len(self.methods):
             yield "methods: one is named twice"
         if self.as_trained and not {"local", "mask"} & set(self.methods):
-            yield "as_trained goes with the methods local and mask: the others have no stage to train as"
-
-
-class Kinded(Strict):
-    """Settings for which a kind alone may stand."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _kind_alone(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
-
-
-class Aggregator(Kinded):
-    """How updates become one. All but the mean bear some hostile clients, and count every client once."""
-
-    kind: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_bound"] = "mean"
-    share: Annotated[float, Field(ge=0, lt=0.5)] = setting(0.2, "trimmed_mean: of the clients, left out at either end")
-    f: Count = setting(1, "krum, multi_krum: how many clients of a round may be hostile")
-    m: Positive | None = setting(None, "multi_krum: how many updates are averaged; default: all but f")
-    limit: Rate | None = setting(None, "norm_bound: the largest norm; default: the median of a round's")
-    mix: Count | None = setting(None, "all but mean: hostile clients a round; updates first become means of near ones")
-
-    def conflicts(self) -> Iterator[str]:
-        takes = {"median": "mix", "trimmed_mean": "share mix", "krum": "f mix", "multi_krum": "f m mix"}
-        return only_with(self, "kind", **takes, geometric_median="mix", norm_bound="limit mix")
-
-
-class Attack(Kinded):
-    """Simulated hostile clients: the same ones for the whole experiment, drawn by the seed."""
-
-    kind: Literal["label_flip", "sign_flip", "gaussian_noise", "nan", "stale_replay"] = "sign_flip"
-    fraction: Fraction = setting(0.2, "of all clients")
-    factor: Rate = setting(10.0, "sign_flip: the update times minus this; gaussian_noise: noise this much longer")
-
-    def conflicts(self) -> Iterator[str]:
-        return only_with(self, "kind", sign_flip="factor", gaussian_noise="factor")
+            yield "as_trained needs the methods local and mask: the others have no stage to train as"
 
 
 class Federation(Strict):
     """Clients that keep their data, and a server that averages what they learnt."""
 
     clients: Positive | None = setting(None, "default 100; a natural partition brings its own number")
-    partition: Partition = Partition()
+    partition: Partition = Iid()
     cohort: int | float = setting(0.1, "clients per round: a share, or a number")
     sampling: Literal["independent", "shuffled"] = setting("independent", "a draw each round, or all clients in turn")
     weighting: Literal["examples", "uniform"] = "examples"
     divide_by: Literal["holders", "all"] = setting("holders", "by the weight of those who hold a value, or of all")
-    aggregator: Aggregator = setting(Aggregator(), "a kind, or a kind with its settings")
+    aggregator: AggregatorChoice = setting(MeanOfUpdates(), "a kind, or a kind with its settings")
     attack: Attack | None = setting(None, "a kind, or a kind with its settings; default: nobody is hostile")
-    server: Server = Server()
-    correction: Correction = Correction()
+    server: Server = ServerSGD()
+    correction: Correction = NoCorrection()
     minimum_replies: Positive = setting(1, "good replies without which a round changes nothing")
     failures: Failures = Failures()
     devices: list[Device] = setting([], "uneven devices; default: all alike")
@@ -462,11 +388,11 @@ class Message(Strict):
 
     def conflicts(self) -> Iterator[str]:
         if self.down == "sign":
-            yield "down: sign keeps no weights, only directions; it goes with up"
+            yield "down: sign keeps no weights, only directions: use it for up"
         if self.top_k is not None and self.up == "coo":
-            yield "up: coo is kept as the reports count it; top_k goes with the other formats"
+            yield "up: coo is kept as the reports count it: top_k works with the other formats"
         if changed_keys(self, "group") and not {self.up, self.down} & {"int8", "int4", "sign"}:
-            yield "group goes with int8, int4 and sign, and neither up nor down is one of them"
+            yield "group needs int8, int4 and sign, and neither up nor down is one of them"
 
 
 class Noised(Strict):
@@ -540,7 +466,7 @@ class Experiment(Strict):
         "compiled once, sooner ready; eager: none of these. auto: eager on a CPU; on a GPU graph, and full for long runs",
     )
     stages: Annotated[list[Stage], Field(min_length=1)]
-    tracking: list[Literal["tensorboard", "wandb", "mlflow"]] = setting(["tensorboard"], "in addition to metrics.jsonl")
+    tracking: list[TrackerChoice] = setting([TensorBoard()], "in addition to metrics.jsonl")
     checkpoint: Checkpoints = Checkpoints()
 
     @model_validator(mode="before")

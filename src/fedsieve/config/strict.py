@@ -10,6 +10,7 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Strict(BaseModel):
@@ -44,4 +45,4 @@ def only_with(settings: BaseModel, choice: str, **takes: str) -> Iterator[str]:
     for key in changed_keys(settings, *sorted({key for keys in takes.values() for key in keys.split()})):
         words = [word for word, keys in takes.items() if key in keys.split()]
         if chosen not in words:
-            yield f"{key} goes with {choice}: {' or '.join(words)}, and {choice} is {chosen}"
+            yield f"{key} belongs to {choice}: {' or '.join(words)}, and {choice} is {chosen}"

@@ -6,6 +6,7 @@ non-IID data silos"). Time and memory grow with examples and with clients times 
 by all classes, and no draw is repeated until it fits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,33 +57,95 @@ class ClassCounts(NamedTuple):
 
 
 def make_partition(
-    settings: Partition, labels: np.ndarray, clients: int, rng: np.random.Generator, groups: np.ndarray | None = None
+    settings: Partition,
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    groups: np.ndarray | None = None,
 ) -> Shards:
     """Deal the examples with these labels (N,) to clients, none of which stays empty.
 
-    `groups` (N,) goes with `natural`: each of its values is a client, in sorted order, and `clients` is not looked at.
+    `groups` (N,) belongs to `natural`: each of its values is a client, in sorted order, and `clients` does not matter.
     """
     if settings.kind == "natural":
         if groups is None or len(groups) != len(labels):
             raise ValueError("a natural partition needs the group of every example")
         names, holder = np.unique(groups, return_inverse=True)
         return _gather(holder, len(names), rng)
-    _check_sizes(clients, settings.min_size, len(labels))
-    if settings.kind == "iid":
-        holder = rng.permutation(np.arange(len(labels)) % clients)
-    elif settings.kind == "quantity":
-        holder = rng.permutation(_draw(settings.alpha, len(labels), clients, rng))
-        _fill_up(holder, clients, settings.min_size, rng)
-    else:
-        rows = _by_class(labels, rng)
-        if settings.kind == "dirichlet" and (settings.nc is None or settings.nc >= len(rows)):
-            holder = np.empty(len(labels), dtype=np.int64)
-            for mine in rows:
-                holder[mine] = _draw(settings.alpha, len(mine), clients, rng)
-            _fill_up(holder, clients, settings.min_size, rng)
-        else:
-            holder = _deal_to_owners(settings, rows, labels, clients, rng)
-    return _gather(holder, clients, rng)
+    dealt = settings.made()(labels, clients, rng)
+    if settings.foreign and not (isinstance(dealt, np.ndarray) and dealt.ndim == 1):
+        return shards_of(dealt, len(labels), f"federation.partition: {settings.kind}")
+    return _gather(dealt, clients, rng)
+
+
+def shards_of(lists: Sequence[np.ndarray], count: int, where: str) -> Shards:
+    """Shards from one array of example numbers per client; `where` names what gave them in error messages."""
+    parts = [np.asarray(part, dtype=np.int64).reshape(-1) for part in lists]
+    order = np.concatenate([*parts, np.arange(0)])
+    empty = [number for number, part in enumerate(parts) if not len(part)]
+    found = np.bincount(order[(order >= 0) & (order < count)], minlength=count)
+    problem = ""
+    if not parts:
+        problem = "there is no client"
+    elif empty:
+        problem = f"client {empty[0]} has no examples"
+    elif len(outside := order[(order < 0) | (order >= count)]):
+        problem = f"example {outside[0]} does not exist: they are numbered from 0 to {count - 1}"
+    elif (found > 1).any():
+        problem = f"example {int(found.argmax())} is given to {int(found.max())} clients"
+    elif (found == 0).any():
+        problem = f"{int((found == 0).sum()):,} of {count:,} examples belong to nobody, such as {int(found.argmin())}"
+    if problem:
+        raise FedsieveError(
+            f"{where}: {problem}. Give one array of example numbers per client; each example is in one of them"
+        )
+    return Shards(order, _starts(np.array([len(part) for part in parts])))
+
+
+# --- kinds: the client (N,) that holds each example ------------------------------------------------------------------
+
+
+def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+    """Shuffled and split evenly."""
+    _check_sizes(clients, 1, len(labels))
+    return rng.permutation(np.arange(len(labels)) % clients)
+
+
+def by_classes(labels: np.ndarray, clients: int, rng: np.random.Generator, *, nc: int) -> np.ndarray:
+    """Exactly `nc` classes for each client."""
+    _check_sizes(clients, 1, len(labels))
+    return _deal_to_owners(_by_class(labels, rng), labels, clients, rng, nc)
+
+
+def dirichlet(
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    *,
+    alpha: float,
+    min_size: int = 1,
+    nc: int | None = None,
+) -> np.ndarray:
+    """Class by class, by Dirichlet shares; among the owners of a class where clients hold at most `nc`."""
+    _check_sizes(clients, min_size, len(labels))
+    rows = _by_class(labels, rng)
+    if nc is not None and nc < len(rows):
+        return _deal_to_owners(rows, labels, clients, rng, nc, (alpha, min_size))
+    holder = np.empty(len(labels), dtype=np.int64)
+    for mine in rows:
+        holder[mine] = _draw(alpha, len(mine), clients, rng)
+    _fill_up(holder, clients, min_size, rng)
+    return holder
+
+
+def quantity(
+    labels: np.ndarray, clients: int, rng: np.random.Generator, *, alpha: float, min_size: int = 1
+) -> np.ndarray:
+    """Sizes by Dirichlet shares, whatever the class."""
+    _check_sizes(clients, min_size, len(labels))
+    holder = rng.permutation(_draw(alpha, len(labels), clients, rng))
+    _fill_up(holder, clients, min_size, rng)
+    return holder
 
 
 def class_counts(shards: Shards, labels: np.ndarray) -> ClassCounts:
@@ -149,9 +212,8 @@ def _by_class(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     return np.split(_grouped(labels, rng), np.cumsum(sizes[sizes > 0])[:-1])
 
 
-def _draw(alpha: float | None, count: int, clients: int, rng: np.random.Generator) -> np.ndarray:
+def _draw(alpha: float, count: int, clients: int, rng: np.random.Generator) -> np.ndarray:
     """The client (count,), ascending, of `count` examples dealt by Dirichlet shares."""
-    assert alpha is not None
     # Within these bounds, far past any visible effect, numpy's draw neither underflows nor overflows.
     shares = rng.dirichlet(np.full(clients, min(max(alpha, 1e-100), 1e12)))
     # From a random start the expected number is exactly share * count; from 0, the last client would gain.
@@ -189,27 +251,32 @@ def _level(sizes: np.ndarray, low: int, need: int) -> int:
 
 
 def _deal_to_owners(
-    settings: Partition, rows: list[np.ndarray], labels: np.ndarray, clients: int, rng: np.random.Generator
+    rows: list[np.ndarray],
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    nc: int,
+    skew: tuple[float, int] | None = None,
 ) -> np.ndarray:
-    """The client (N,) of each example, where a client holds exactly (`classes`) or at most (`dirichlet`) nc classes.
+    """The client (N,) of each example, where a client holds exactly nc classes or, with `skew`, at most nc.
 
-    A slot is one of the nc places for a class that every client has.
+    `skew` is the alpha and the min_size of a Dirichlet partition. A slot is one of the nc places for a class that every
+    client has.
     """
-    nc, sizes = settings.nc, np.array([len(mine) for mine in rows])
-    assert nc is not None
+    sizes = np.array([len(mine) for mine in rows])
     _check_owners(clients, nc, len(sizes))
-    if settings.kind == "classes":
+    if skew is None:
         _check_rows(clients, nc, sizes, labels)
     owned = _draw_owners(_owner_counts(sizes, clients * nc, rng), clients, nc, rng).ravel()
     slots = _grouped(owned, rng)
     owned, client, owners = owned[slots], slots // nc, np.bincount(owned)
-    if settings.kind == "classes":
+    if skew is None:
         place = np.arange(len(slots)) - np.repeat(_starts(owners)[:-1], owners)
         counts = (sizes // owners)[owned] + (place < (sizes % owners)[owned])
     else:
-        drawn = [_draw(settings.alpha, size, n, rng) for size, n in zip(sizes, owners, strict=True)]
+        drawn = [_draw(skew[0], size, n, rng) for size, n in zip(sizes, owners, strict=True)]
         counts = np.concatenate([np.bincount(mine, minlength=n) for mine, n in zip(drawn, owners, strict=True)])
-        counts = _fill_up_slots(counts, owned, client, clients, settings.min_size)
+        counts = _fill_up_slots(counts, owned, client, clients, skew[1])
     holder = np.empty(len(labels), dtype=np.int64)
     holder[np.concatenate(rows)] = np.repeat(client, counts)
     return holder

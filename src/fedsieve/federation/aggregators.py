@@ -11,15 +11,16 @@ client once, since a hostile one may claim any number of examples.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.config import AggregatorChoice, dropped
+from fedsieve.errors import FedsieveError
+from fedsieve.foreign import called, expect
 
-Kind = Literal["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_bound"]
 Rows = Tensor | Sequence[Tensor]
 
 
@@ -37,81 +38,44 @@ class Mixed:
 Updates = Rows | Mixed
 
 
-@dataclass(frozen=True)
-class Robust:
-    """What the rules can be told."""
+class Aggregator:
+    """Makes one update of those of a round, one by one. Subclass it to write your own.
 
-    share: float = 0.2  # trimmed_mean: of the clients, left out at either end of each coordinate
-    f: int = 1  # krum, multi_krum: how many clients may be hostile
-    m: int | None = None  # multi_krum: how many updates are averaged; default: all but f
-    mix: int | None = None  # any rule: how many clients may be hostile, where updates are mixed first
-    limit: float | Literal["median"] = "median"  # norm_bound: the largest norm; default: the median of all norms
+    An update has `values`, `places` (which of the k values the client holds; None: all), `weight` and `client`.
+    """
+
+    def init(self, k: int) -> Any:
+        """The state before the first update of k values."""
+
+    def add(self, state: Any, update: Any) -> Any:
+        """Take up an update; what it returns is the new state, unless that is None."""
+
+    def finish(self, state: Any, server: Any) -> Tensor:
+        """The server's update (k,). `server.update(data)` is the update that the server's own data would produce."""
+        raise NotImplementedError
 
 
-def aggregate(kind: str, rows: Rows, weights: Tensor, settings: Robust = Robust()) -> Tensor:
+def aggregate(rule: AggregatorChoice, rows: Rows, weights: Tensor) -> Tensor:
     """One update, (k,) in float64, from those of C clients with weights (C,). NaN and infinity are refused."""
-    check(kind, len(rows), settings)
-    updates: Updates = rows if settings.mix is None else mixed(rows, settings.mix)
-    match kind:
-        case "median":
-            return median(updates)
-        case "trimmed_mean":
-            return trimmed_mean(updates, settings.share)
-        case "krum":
-            return krum(updates, settings.f)
-        case "multi_krum":
-            return multi_krum(updates, settings.f, settings.m)
-        case "geometric_median":
-            return geometric_median(updates, weights)
-        case _:
-            return norm_bound(updates, weights, settings.limit)
+    check(rule, len(rows))
+    if rule.foreign:
+        return foreign(rule, rows, weights)
+    mix = getattr(rule, "mix", None)
+    return rule.made()(rows if mix is None else mixed(rows, mix), weights)
 
 
-def check(kind: str, count: int, settings: Robust) -> None:
-    """Refuse a rule that does not exist, or that cannot work with `count` updates."""
-    if kind not in get_args(Kind):
-        allowed = get_args(Kind)
-        raise FedsieveError(f'"{kind}" is no robust rule.{did_you_mean(kind, allowed)} Allowed: {", ".join(allowed)}')
-    if count == 0:
-        raise FedsieveError(f"{kind}: there are no updates", 1)
-    if settings.mix is not None and count < 2 * settings.mix + 1:
-        raise FedsieveError(
-            f"{kind}: mix = {settings.mix} hostile clients take at least 2 mix + 1 = {2 * settings.mix + 1} updates: the honest "
-            f"ones must be more. With {count} mix up to {(count - 1) // 2} works"
-        )
-    if kind == "trimmed_mean" and 2 * _dropped(settings.share, count) >= count:
-        raise FedsieveError(
-            f"trimmed_mean: share {settings.share:g} leaves out {_dropped(settings.share, count)} of {count} updates "
-            f"at either end, so that none is left. With {count} updates a share up to "
-            f"{math.floor(100 * ((count - 1) // 2) / count) / 100:g} works; median leaves out the most"
-        )
-    if kind in ("krum", "multi_krum") and count < 2 * settings.f + 3:
-        works = f"f up to {(count - 3) // 2} works" if count >= 3 else "neither krum nor multi_krum works"
-        raise FedsieveError(
-            f"{kind}: f = {settings.f} hostile clients take at least 2 f + 3 = {2 * settings.f + 3} updates. With "
-            f"{count} {works}; median takes any number"
-        )
-    if kind == "multi_krum" and not 1 <= (settings.m or 1) <= count - settings.f:
-        raise FedsieveError(
-            f"multi_krum: m = {settings.m} of {count} updates would take in some of the f = {settings.f} hostile ones. "
-            f"m from 1 to {count - settings.f} works"
-        )
+def check(rule: AggregatorChoice, count: int) -> None:
+    """Refuse a rule that cannot work with `count` updates."""
+    if sentence := next(rule.refuse(count), None):
+        raise FedsieveError(f"{rule.kind}: {sentence}", 1 if count == 0 else 2)
 
 
-def kept_out(kind: str, count: int, settings: Robust) -> int:
-    """How many hostile ones among `count` updates a rule, as it is set, can leave aside; norm bounding only shortens them."""
-    most = (count - 1) // 2 if settings.mix is None else settings.mix
-    match kind:
-        case "trimmed_mean":
-            return min(most, _dropped(settings.share, count))
-        case "krum":
-            return min(most, settings.f)
-        case "multi_krum":
-            return min(most, count - (settings.m or count - settings.f))
-        case "norm_bound":
-            return 0
-        case _:
-            return most
+def foreign(rule: AggregatorChoice, rows: Rows, weights: Tensor) -> Tensor:
+    """What a function from outside makes of a matrix of updates (C, k), which it cannot change for others."""
+    updates = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
+    result = called(rule.made(), f"federation.aggregator: {rule.kind}", updates, weights.to(updates.device))
+    expect(result, (updates.shape[1],), f"federation.aggregator: {rule.kind}", "one update (k,)")
+    return result.double()
 
 
 def mixed(updates: Rows, f: int) -> Mixed:
@@ -126,22 +90,22 @@ def mixed(updates: Rows, f: int) -> Mixed:
     return Mixed(updates, shares)
 
 
-def median(updates: Updates) -> Tensor:
+def median(updates: Updates, weights: Tensor) -> Tensor:
     """The median of each coordinate; of an even number, the mean of the middle two."""
     return _without_ends(updates, (len(updates) - 1) // 2)
 
 
-def trimmed_mean(updates: Updates, share: float) -> Tensor:
+def trimmed_mean(updates: Updates, weights: Tensor, *, share: float = 0.2) -> Tensor:
     """The mean of each coordinate without its lowest and its highest values, a `share` of all (rounded up) each."""
-    return _without_ends(updates, _dropped(share, len(updates)))
+    return _without_ends(updates, dropped(share, len(updates)))
 
 
-def krum(updates: Updates, f: int) -> Tensor:
+def krum(updates: Updates, weights: Tensor, *, f: int = 1) -> Tensor:
     """The update with the least sum of squared distances to its C - f - 2 nearest others; ties go to the first."""
-    return multi_krum(updates, f, 1)
+    return multi_krum(updates, weights, f=f, m=1)
 
 
-def multi_krum(updates: Updates, f: int, m: int | None = None) -> Tensor:
+def multi_krum(updates: Updates, weights: Tensor, *, f: int = 1, m: int | None = None) -> Tensor:
     """The mean of the m updates that Krum ranks first; default: of all but f."""
     count = len(updates)
     squares = _squared_distances(_products(updates)).fill_diagonal_(math.inf)
@@ -176,18 +140,14 @@ def geometric_median(updates: Updates, weights: Tensor) -> Tensor:
     return _combined(updates, coefficients)
 
 
-def norm_bound(updates: Updates, weights: Tensor, limit: float | Literal["median"] = "median") -> Tensor:
-    """The weighted mean of updates that are first shortened to the L2 norm `limit`."""
+def norm_bound(updates: Updates, weights: Tensor, *, limit: float | None = None) -> Tensor:
+    """The weighted mean of updates that are first shortened to the L2 norm `limit`; default: their median norm."""
     squares = torch.zeros(len(updates), dtype=torch.float64)
     for _, block in _blocks(updates):
         squares += block.double().square().sum(1).cpu()
     norms = squares.sqrt()
-    bound = norms.median().item() if limit == "median" else limit
+    bound = norms.median().item() if limit is None else limit
     return _combined(updates, _shares(weights) * torch.where(norms > bound, bound / norms, 1.0))
-
-
-def _dropped(share: float, count: int) -> int:
-    return math.ceil(share * count - 1e-9)  # 0.1 * 30 is a little more than 3
 
 
 def _shares(weights: Tensor) -> Tensor:

@@ -51,9 +51,10 @@ class Metrics:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Squared gradients of the weights that are still active, summed over images of each client."""
+    """Gradients of the weights that are still active, or their squares, summed over images of each client."""
 
     round: int
+    evidence: str  # "fisher": squares; "gradient": with their signs
     sieve: Sieve
     over: Mask  # the weights that are still active
     number: int  # of the calibration round
@@ -69,13 +70,19 @@ class Scores:
 
     def terms(self, client: int) -> Mapping[str, Any]:
         """The place of the question in its calibration."""
-        return {"number": self.number, "among": self.among, "address": self.address, "over": self.over.id}
+        return {
+            "evidence": self.evidence,
+            "number": self.number,
+            "among": self.among,
+            "address": self.address,
+            "over": self.over.id,
+        }
 
     def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
         """The scores of each client's share of the images."""
         context, count = place.context, -(-self.sieve.fisher.samples // self.among)
         asked = [(scored_rows(context, client, count, *self.address), (*self.address, client)) for client in clients]
-        scored = client_scores(context, self.sieve, self.over, self.number, asked)
+        scored = client_scores(context, self.evidence, self.sieve, self.over, self.number, asked)
         for client, (values, n) in zip(clients, scored, strict=True):
             yield client, values.float(), n
 
@@ -101,7 +108,7 @@ class Shares:
             rng = generator(context.experiment.seed, "blend rows", stage, client)
             rows = rng.permutation(context.population.examples(client))[: self.sieve.fisher.samples]
             asked.append((rows, (stage, "blend", client)))
-        scored = client_scores(context, self.sieve, self.over, 0, asked)
+        scored = client_scores(context, "fisher", self.sieve, self.over, 0, asked)
         for client, (values, n) in zip(clients, scored, strict=True):
             own = (values / n).float()
             context.memory.put(client, self.round, **{f"{stage}.share": own})

@@ -1,6 +1,8 @@
 """What hostile clients send instead of their updates: simulated, on vectors of k values, drawn by address."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,23 +22,31 @@ def label_flip(labels: Tensor, classes: int) -> Tensor:
     return classes - 1 - labels
 
 
-def sign_flip(update: Tensor, factor: float = 10.0) -> Tensor:
+@dataclass(frozen=True)
+class Scene:
+    """What a hostile client can draw on besides its update."""
+
+    rng: Callable[[], np.random.Generator]  # a generator of its own for this round
+    first: Callable[[Tensor], Tensor]  # the first update that it ever had; the given one, if there is none yet
+
+
+def sign_flip(update: Tensor, scene: Scene, *, factor: float = 10.0) -> Tensor:
     """The update, enlarged, the other way."""
     return -factor * update
 
 
-def gaussian_noise(update: Tensor, scale: float, seed: int, *address: int | str) -> Tensor:
-    """Noise in place of the update, with `scale` times its norm (Blanchard et al. 2017)."""
-    noise = generator(seed, "attack", *address).standard_normal(len(update), dtype=np.float32)
-    deviation = scale * update.double().norm().item() / math.sqrt(max(1, len(update)))
+def gaussian_noise(update: Tensor, scene: Scene, *, factor: float = 10.0) -> Tensor:
+    """Noise in place of the update, with `factor` times its norm (Blanchard et al. 2017)."""
+    noise = scene.rng().standard_normal(len(update), dtype=np.float32)
+    deviation = factor * update.double().norm().item() / math.sqrt(max(1, len(update)))
     return deviation * torch.from_numpy(noise).to(update)
 
 
-def nan(update: Tensor) -> Tensor:
+def nan(update: Tensor, scene: Scene) -> Tensor:
     """No numbers at all."""
     return torch.full_like(update, math.nan)
 
 
-def stale_replay(update: Tensor, earlier: Tensor | None) -> Tensor:
-    """What the client sent in an earlier round, once there is one."""
-    return update if earlier is None else earlier
+def stale_replay(update: Tensor, scene: Scene) -> Tensor:
+    """The client's first update, again and again."""
+    return scene.first(update)

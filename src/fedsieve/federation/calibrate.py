@@ -12,13 +12,12 @@ from fedsieve.errors import FedsieveError
 from fedsieve.federation.distributed import spread
 from fedsieve.federation.state import Context
 from fedsieve.federation.team import Batch, Desk, Request
-from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import attention_heads, can_last, select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Feed
-from fedsieve.train.sieve import Scoring, Sensitivity, taking_part
+from fedsieve.train.sieve import Measure, Scoring, taking_part
 
 
 def sieve_at(sieve: Sieve, generation: int, rounds: int) -> Sieve:
@@ -45,11 +44,11 @@ class Calibration:
         """The address of the calibration's draws."""
         return (self.stage, self.generation) if self.generation else (self.stage,)
 
-    def mask(self, sensitivity: Sensitivity) -> tuple[Mask, Tensor]:
+    def mask(self, measure: Measure) -> tuple[Mask, Tensor]:
         """The new mask, and the last scores (D,) it was made by."""
         context, sieve, space = self.context, self.sieve, self.space
         scoring = self._scoring(context.train)
-        score = scoring.scores(sensitivity, *self.address)
+        score = scoring.scores(measure, *self.address)
         last: list[Tensor] = []
 
         def noting(active: Mask, number: int) -> Tensor:
@@ -64,12 +63,12 @@ class Calibration:
 
         return scoring.calibrated(noting, said), last[0].cpu()
 
-    def public(self, active: Mask, number: int) -> Tensor:
+    def public(self, what: str, active: Mask, number: int) -> Tensor:
         """Scores on images that the server holds: validation where there is some, training otherwise."""
         context, seed = self.context, self.context.experiment.seed
         held = context.validation if len(context.validation) else context.train
         rows = generator(seed, "fisher rows", *self.address).permutation(len(held))[: self.sieve.fisher.samples]
-        return self._scoring(held).sensitivity(rows, *self.address)(active, number)
+        return self._scoring(held).measure(rows, *self.address)(what, active, number)
 
     def _scoring(self, feed: Feed) -> Scoring:
         context = self.context
@@ -83,8 +82,8 @@ class Calibration:
         return people.trainer(np.sort(rng.choice(people.trainers, count, replace=False))).tolist()
 
 
-def unscored(active: Mask, number: int) -> Tensor:
-    """The sensitivity for rules that do not ask for it."""
+def unscored(what: str, active: Mask, number: int) -> Tensor:
+    """The measure for rules that do not ask for any."""
     raise FedsieveError("this rule scores no images")
 
 
@@ -93,8 +92,9 @@ Asked = tuple[np.ndarray, tuple[int | str, ...]]  # of a client: the images it s
 
 @dataclass(frozen=True)
 class Score(Request):
-    """Sum up the squared gradients of the active weights over some clients' images."""
+    """Sum up gradients of the active weights, or their squares, over some clients' images."""
 
+    what: str
     names: tuple[str, ...]
     sieve: Sieve
     active: np.ndarray  # the bits of a mask
@@ -106,7 +106,7 @@ class Score(Request):
         active = Mask(scoring.space, self.active)
         places = active.indices().to(desk.train.labels.device)
         for rows, address in self.asked:
-            part, count = scoring.squared_gradients(active, self.number, rows, *address)
+            part, count = scoring.summed(self.what, active, self.number, rows, *address)
             yield part[None, places], torch.tensor([count], device=part.device)
 
 
@@ -121,7 +121,7 @@ class Calibrate(Request):
     def perform(self, desk: Desk) -> Iterator[Batch]:
         scoring = _at(desk, self.sieve, self.names)
         for rows, address in self.asked:
-            score = scoring.scores(scoring.sensitivity(rows, *address), *address)
+            score = scoring.scores(scoring.measure(rows, *address), *address)
             yield (torch.from_numpy(scoring.calibrated(score).bits.copy()).to(desk.train.labels.device)[None],)
 
 
@@ -132,12 +132,12 @@ def _at(desk: Desk, sieve: Sieve, names: tuple[str, ...]) -> Scoring:
 
 
 def client_scores(
-    context: Context, sieve: Sieve, active: Mask, number: int, asked: Sequence[Asked]
+    context: Context, what: str, sieve: Sieve, active: Mask, number: int, asked: Sequence[Asked]
 ) -> Iterator[tuple[Tensor, int]]:
-    """Of each client, the sum of squared gradients of the active weights (k,), float64, and how many were added."""
+    """Of each client, the sum of gradients of the active weights, or their squares, (k,) float64, and how many were added."""
 
     def request(places: list[int]) -> Score:
-        return Score(active.space.names, sieve, active.bits, number, [asked[place] for place in places])
+        return Score(what, active.space.names, sieve, active.bits, number, [asked[place] for place in places])
 
     for _, (part, count) in spread(context, [len(rows) for rows, _ in asked], request, 8 * active.count):
         assert part is not None and count is not None
@@ -181,7 +181,7 @@ def nested_tiers(context: Context, sieve: Sieve, mask: Mask, ranks: Tensor) -> d
                 inside.to_bool(),
                 k,
                 mask.space,
-                lowest=RULES[sieve.rule].lowest,
+                lowest=sieve.rule.lowest,
                 granularity=sieve.granularity,
                 min_active_per_tensor=0,
                 maskable=taking_part(sieve, context.model, mask.space),

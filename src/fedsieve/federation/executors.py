@@ -20,7 +20,7 @@ from fedsieve.federation.work import Work, side_by_side
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack, computed_in
 from fedsieve.train.feed import Autocast, Feed
-from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
+from fedsieve.train.optimizers import gradient_factor
 from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
 
 
@@ -82,7 +82,7 @@ class Sequential:
         """Each client's result, as soon as it is there."""
         task, theta = self.task, self.task.theta
         settings = _settings(task.optimizer, lr)
-        update = adamw_update if task.optimizer.kind == "adamw" else sgd_update
+        update = task.optimizer.piece
         start_of_round = self._take(theta.detach()).clone()
         teacher = _teacher(task)
         for number, work in enumerate(cohort.works):
@@ -250,7 +250,7 @@ class Stacked:
         steps = [work.steps for work in works]
         active = torch.tensor([*steps, *[0] * (self.clients - len(works))], device=device)
         settings, state = _settings(task.optimizer, lr), dict[str, Any]()
-        update = adamw_update if task.optimizer.kind == "adamw" else sgd_update
+        update = task.optimizer.piece
         sums = torch.zeros(self.clients, 3, dtype=torch.float64, device=device)
         total = torch.zeros_like(begin) if task.correction.kind == "scaffold" else None
         for step in range(max(steps)):
@@ -311,10 +311,9 @@ def _settings(optimizer: Optimizer, lr: float) -> dict[str, Any]:
     return {
         "lr": lr,
         "momentum": optimizer.momentum,
-        "nesterov": optimizer.nesterov,
         "weight_decay": optimizer.weight_decay,
-        "betas": (optimizer.momentum, optimizer.beta2),
         "eps": 1e-8,
+        **optimizer.fields,
     }
 
 
@@ -333,9 +332,14 @@ def _corrected(
     gradient: Tensor, weights: Tensor, start: Tensor, correction: Correction, control: Tensor | None
 ) -> Tensor:
     """The gradient with FedProx's pull to the start, or SCAFFOLD's control variates."""
-    if correction.kind == "fedprox":
-        gradient = gradient.add(weights - start, alpha=correction.mu)
+    if correction.home is not None:
+        gradient = correction.made()(gradient, weights, start)
     return gradient if control is None else gradient + control
+
+
+def fedprox(gradient: Tensor, weights: Tensor, start: Tensor, *, mu: float = 0.01) -> Tensor:
+    """A pull to the weights that the client received (Li et al. 2020)."""
+    return gradient.add(weights - start, alpha=mu)
 
 
 def _bounded(gradient: Tensor, rest: Tensor | None, holds: Tensor | None, optimizer: Optimizer) -> Tensor:
@@ -369,10 +373,11 @@ def _losses(logits: Tensor, labels: Tensor, distant: Tensor | None, correction: 
     losses = F.cross_entropy(logits, labels, reduction="none")
     if distant is None:
         return losses
+    beta, tau = correction.fields["beta"], correction.fields["tau"]
     true = F.one_hot(labels, logits.shape[-1]).bool()
-    ours, theirs = ((values / correction.tau).masked_fill(true, -1e4).log_softmax(-1) for values in (logits, distant))
+    ours, theirs = ((values / tau).masked_fill(true, -1e4).log_softmax(-1) for values in (logits, distant))
     distance = (theirs.exp() * (theirs - ours)).masked_fill(true, 0).sum(-1)
-    return losses + correction.beta * correction.tau**2 * distance
+    return losses + beta * tau**2 * distance
 
 
 def _sums(logits: Tensor, labels: Tensor, there: Tensor) -> Tensor:

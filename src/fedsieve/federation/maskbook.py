@@ -62,7 +62,7 @@ class MaskBook:
     @property
     def travels(self) -> bool:
         """Whether clients must be sent the mask: one drawn at random they draw themselves."""
-        return self.sieve is not None and (self.sieve.rule != "random" or self.per_client)
+        return self.sieve is not None and (bool(self.sieve.rule.evidence) or self.per_client)
 
     def due(self, round: int) -> bool:
         """Whether a shared or public mask is to be made before a round."""

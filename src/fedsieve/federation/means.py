@@ -7,20 +7,21 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from fedsieve.config import Aggregator, Experiment
+from fedsieve.config import AggregatorChoice, Experiment
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.aggregators import Robust, aggregate, check
+from fedsieve.federation.aggregators import Aggregator, aggregate, check
 from fedsieve.federation.channel import Tally
 from fedsieve.federation.clients import Clients, Replies, Update
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.secure import SecureSums
 from fedsieve.federation.state import ServerContext
 from fedsieve.federation.vectors import pieces, zeros
+from fedsieve.foreign import called, expect
 from fedsieve.privacy import zero_sum
 from fedsieve.privacy.dp import Account, clipped
 from fedsieve.privacy.fixed_point import FixedPoint
@@ -49,14 +50,42 @@ class PlainMean:
 
 @dataclass(frozen=True, eq=False)
 class RobustMean:
-    """A rule that bears hostile clients. Every update counts once."""
+    """A rule that needs all updates at once. Built-in ones count every update once."""
 
-    rule: Aggregator
+    rule: AggregatorChoice
     most: int  # updates in a round
     folder: Path  # for mapped files
 
     def __call__(self, replies: Replies, round: int) -> Tensor | None:
         return robust_mean(replies, self.rule, self.most, self.folder)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamingMean:
+    """An aggregator from outside that takes updates one by one."""
+
+    rule: AggregatorChoice
+    k: int
+    server: Any
+
+    def __call__(self, replies: Replies, round: int) -> Tensor | None:
+        aggregator: Aggregator = self.rule.made()
+        where = f"federation.aggregator: {self.rule.kind}"
+        state = called(aggregator.init, where, self.k)
+        for update in replies:
+            changed = called(aggregator.add, where, state, update)
+            state = state if changed is None else changed
+        if not replies.count:
+            return None
+        result = called(aggregator.finish, where, state, self.server)
+        expect(result, (self.k,), where, "one update (k,)")
+        return result.double()
+
+
+def streams(rule: AggregatorChoice) -> bool:
+    """Whether an aggregator takes updates one by one."""
+    piece = rule.piece if rule.foreign else None
+    return isinstance(piece, Aggregator) or (isinstance(piece, type) and issubclass(piece, Aggregator))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +137,10 @@ class ZeroSumMean:
         return total / sum(update.weight for update in updates.values())
 
 
-def choose_mean(context: ServerContext, clients: Clients, book: MaskBook, sums: SecureSums, tally: Tally) -> Mean:
-    """The mean that an experiment asks for."""
+def choose_mean(
+    context: ServerContext, clients: Clients, book: MaskBook, sums: SecureSums, tally: Tally, server: Any = None
+) -> Mean:
+    """The mean that an experiment asks for. `server` is what an aggregator from outside may ask of the server."""
     settings, mode = context.population.settings, context.experiment.privacy.aggregation
     if mode == "secagg":
         return SecureMean(sums, clients, book)
@@ -117,6 +148,8 @@ def choose_mean(context: ServerContext, clients: Clients, book: MaskBook, sums: 
         return ZeroSumMean(tally)
     if context.account is not None:
         return PrivateMean(context.account, book)
+    if streams(settings.aggregator):
+        return StreamingMean(settings.aggregator, book.count, server)
     if settings.aggregator.kind != "mean":
         return RobustMean(settings.aggregator, context.population.cohort_size, context.ledger.path.parent)
     return PlainMean(book, settings.divide_by)
@@ -151,15 +184,19 @@ def weighted_mean(
     return total.div_(weight or 1.0), count
 
 
-def robust_mean(updates: Iterable[Update], rule: Aggregator, most: int, folder: Path) -> tuple[Tensor | None, int]:
+def robust_mean(
+    updates: Iterable[Update], rule: AggregatorChoice, most: int, folder: Path
+) -> tuple[Tensor | None, int]:
     """What a robust rule makes of all updates, each counted once, (k,), float64; None where they are too few for it.
 
     At `most` so many come. Where they would take gigabytes of a host's memory they lie in a mapped file in `folder`.
     """
     rows: list[Tensor] = []
+    weights: list[float] = []
     mapped: Tensor | None = None
     for update in updates:
         values = update.values
+        weights.append(update.weight if rule.foreign else 1.0)
         if values.device.type == "cpu" and mapped is None and most * values.nbytes > IN_MEMORY:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".updates") as file:  # gone with the mapping
                 size = most * len(values)
@@ -169,10 +206,11 @@ def robust_mean(updates: Iterable[Update], rule: Aggregator, most: int, folder: 
             values = mapped[len(rows)]
         rows.append(values)
     try:
-        check(rule.kind, len(rows), robust(rule))
+        check(rule, len(rows))
     except FedsieveError:
         return None, len(rows)
-    return aggregate(rule.kind, rows, torch.ones(len(rows)), robust(rule)), len(rows)
+    together = rows if mapped is None or not rule.foreign else mapped[: len(rows)]
+    return aggregate(rule, together, torch.tensor(weights)), len(rows)
 
 
 def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
@@ -180,7 +218,7 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
     settings, privacy = experiment.federation, experiment.privacy
     assert settings is not None
     if settings.aggregator.kind != "mean":
-        check(settings.aggregator.kind, cohort, robust(settings.aggregator))
+        check(settings.aggregator, cohort)
     if privacy.dp is not None and privacy.dp.delta * trainers >= 1:
         raise FedsieveError(
             f"privacy.dp.delta: {privacy.dp.delta:g} lets one client in {1 / privacy.dp.delta:g} be given away outright, and there "
@@ -193,7 +231,7 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
     if any(stage.method == "ridge" for stage in experiment.stages):
         summed["federation.clients"] = trainers
     for sieve in sieves:
-        if sieve.scored and sieve.scope == "shared":
+        if sieve.rule.scored and sieve.scope == "shared":
             summed["mask.clients"] = sieve.clients or cohort
     for key, count in summed.items():
         if count < 3:
@@ -202,11 +240,6 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
                 "what the other sent"
             )
     FixedPoint(privacy.bits, cohort, privacy.bound)
-
-
-def robust(rule: Aggregator) -> Robust:
-    """What a robust rule is told."""
-    return Robust(rule.share, rule.f, rule.m, rule.mix, "median" if rule.limit is None else rule.limit)
 
 
 def private_mean(

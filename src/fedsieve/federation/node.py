@@ -282,7 +282,7 @@ class Question:
     def _book(self, theta: Tensor) -> MaskBook:
         """The masks that the server names. Those that are drawn at random are not sent: all draw the same."""
         head, tier = self.head, self.head["tier"]
-        if self.sieve and self.sieve.rule == "random" and self.sieve.scope != "client":
+        if self.sieve and not self.sieve.rule.evidence and self.sieve.scope != "client":
             self._draw_masks(theta)
         mask, moved = (bits_of(self.memory.mask(head[name])) if head[name] else None for name in ("mask", "moved"))
         given = [self.client] if head["given"] else []
@@ -355,7 +355,7 @@ class Question:
         active = starting_mask(sieve, self.node.model, self.space)
         if active.id != head["over"]:
             active = self.memory.mask(head["over"])
-        self._answer(Scores(head["round"], sieve, active, head["number"], head["among"], address))
+        self._answer(Scores(head["round"], head["evidence"], sieve, active, head["number"], head["among"], address))
         # The next question of this calibration sends its mask within this one.
         self.memory.put(self.head["round"], {f"{MASK}{active.id}": active})
 

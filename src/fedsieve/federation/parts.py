@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsieve.config import Attack, Sieve
 from fedsieve.federation.asks import Shares
-from fedsieve.federation.attacks import gaussian_noise, nan, sign_flip, stale_replay
+from fedsieve.federation.attacks import Scene
 from fedsieve.federation.calibrate import client_masks
 from fedsieve.federation.channel import EXACT, Parcel, Reply, rounding_key
 from fedsieve.federation.clients import Clients, Update
@@ -20,8 +20,10 @@ from fedsieve.federation.executors import Trained
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.state import Context, ServerState
 from fedsieve.federation.sums import Sums
+from fedsieve.foreign import called, expect
 from fedsieve.mask.mask import Mask
 from fedsieve.privacy import zero_sum
+from fedsieve.randomness import generator
 from fedsieve.wire.codec import Coding, Decoded
 
 
@@ -146,22 +148,23 @@ class Hostile(ClientPart):
 
     def _instead(self, update: Tensor, client: int, round: int) -> Tensor:
         """The values that a hostile client sends in place of its update."""
-        match self.attack.kind:
-            case "sign_flip":
-                return sign_flip(update, self.attack.factor)
-            case "gaussian_noise":
-                seed = self.context.experiment.seed
-                return gaussian_noise(update, self.attack.factor, seed, self.stage, round, client)
-            case "nan":
-                return nan(update)
-            case "stale_replay":
-                name = f"{self.stage}.stale"
-                earlier = self.context.memory.get(client, update.device).get(name)
-                if earlier is None:
-                    self.context.memory.put(client, round, **{name: update})
-                return stale_replay(update, earlier)
-            case "label_flip":  # it trained on wrong labels, as well as it could
-                return update
+        attack, memory, name = self.attack, self.context.memory, f"{self.stage}.stale"
+        if attack.home is None:  # it trained on wrong labels, as well as it could
+            return update
+        if attack.foreign:
+            where = f"federation.attack: {attack.kind}"
+            sent = called(attack.made(), where, update)
+            expect(sent, update.shape, where, "an update", finite=False)
+            return sent
+
+        def first(now: Tensor) -> Tensor:
+            earlier = memory.get(client, now.device).get(name)
+            if earlier is None:
+                memory.put(client, round, **{name: now})
+            return now if earlier is None else earlier
+
+        seed = self.context.experiment.seed
+        return attack.made()(update, Scene(lambda: generator(seed, "attack", self.stage, round, client), first))
 
 
 class ErrorFeedback(ClientPart):

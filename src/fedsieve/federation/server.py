@@ -23,7 +23,7 @@ from fedsieve.federation.clients import Clients, NotFinite, Replies
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.means import choose_mean
 from fedsieve.federation.parts import ServerPart, server_parts
-from fedsieve.federation.server_optimizers import after_new_mask, fresh, server_step
+from fedsieve.federation.server_optimizers import after_new_mask, foreign_step, fresh, server_step
 from fedsieve.federation.state import ServerContext, ServerState
 from fedsieve.federation.sums import Sums
 from fedsieve.federation.vectors import pieces
@@ -31,6 +31,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.train.loop import Tick
 from fedsieve.train.record import Record
 from fedsieve.train.schedule import learning_rate
+from fedsieve.train.sieve import Measure
 from fedsieve.wire.codec import Coding
 
 TOO_FEW = "too few replies"
@@ -143,11 +144,17 @@ class Rounds:
         """Move the server by the mean update."""
         state, server, support = self.state, self.settings.server, self.book.support
         lr = learning_rate(state.round, self.stage.length, server.lr, server.schedule)
-        if not state.server:
+        whole = None
+        if server.foreign:
+            whole = foreign_step(server, lr, self.book.taken(state.theta), mean.to(state.theta.dtype), state.server)
+        elif not state.server:
             state.server = fresh(server, mean, state.theta.dtype)
         for part in pieces(len(mean), mean.device):
-            buffers = {name: buffer[part] for name, buffer in state.server.items()}
-            step = server_step(server, lr, mean[part].to(state.theta.dtype), buffers)
+            if whole is None:
+                buffers = {name: buffer[part] for name, buffer in state.server.items()}
+                step = server_step(server, lr, mean[part].to(state.theta.dtype), buffers)
+            else:
+                step = whole[part]
             if support is None:
                 state.theta[part] += step
             else:
@@ -178,8 +185,8 @@ class Rounds:
         sieve = sieve_at(book.sieve, generation, self.stage.length)
         self._show(state.theta)
         calibration = Calibration(self.context, self.stage.name, book.space, sieve, generation)
-        sensitivity = calibration.public if sieve.scope == "public" else self._summed_scores(calibration)
-        mask, scores = calibration.mask(sensitivity)
+        measure = calibration.public if sieve.scope == "public" else self._summed_scores(calibration)
+        mask, scores = calibration.mask(measure)
         book.renew(mask, scores)
         if old is not None:
             places = [one.indices().to(self.theta.device) for one in (old, mask)]
@@ -187,24 +194,24 @@ class Rounds:
         book.save("" if generation == 0 else f"round-{state.round + 1}", mask)
         book.state.seconds += time.perf_counter() - clock
 
-    def _summed_scores(self, calibration: Calibration) -> Callable[[Mask, int], Tensor]:
+    def _summed_scores(self, calibration: Calibration) -> Measure:
         """Scores as sums over some clients, who hear before each calibration round what is left to score."""
         scoring, round = calibration.scoring(), self.state.round
         known: Mask | None = None
 
-        def sensitivity(active: Mask, number: int) -> Tensor:
+        def measure(what: str, active: Mask, number: int) -> Tensor:
             nonlocal known
-            if number:
-                self.clients.tell(Parcel("mask", round, active, enclose=True, within=known), scoring)
-            else:
+            if known is None:
                 self._inform(scoring)
+            elif known is not active:
+                self.clients.tell(Parcel("mask", round, active, enclose=True, within=known), scoring)
             known = active
-            ask = Scores(round, calibration.sieve, active, number, len(scoring), calibration.address)
+            ask = Scores(round, what, calibration.sieve, active, number, len(scoring), calibration.address)
             total, seen = self.sums(ask, scoring)
             scores = torch.zeros(active.space.size, device=total.device)
             return scores.index_copy_(0, active.indices().to(total.device), (total / seen).float())
 
-        return sensitivity
+        return measure
 
     def _inform(self, clients: Sequence[int]) -> None:
         """Send what clients need to score the server's weights: all that differs from what they have."""

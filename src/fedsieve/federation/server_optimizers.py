@@ -1,55 +1,104 @@
-"""Server optimizers (Reddi et al. 2021, "Adaptive federated optimization"), on the k values that move."""
+"""Server optimizers (Reddi et al. 2021, "Adaptive federated optimization"), on the k values that move.
+
+Each is a function of the clients' mean update and the state, whose buffers it changes. No value depends on another, so that
+the engine may call it for some of them at a time.
+"""
 
 import torch
 from torch import Tensor
 
 from fedsieve.config import Server
+from fedsieve.foreign import called, expect
 
 State = dict[str, Tensor]
 
 
-def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Tensor:
-    """How far the server moves, (k,), given the clients' mean update `delta`; `state` holds its buffers.
+class ServerOptimizer:
+    """A server step with state. Subclass it to write your own; the state is saved and resumed."""
 
-    No value depends on another, so that it can be called for some of them at a time, with these parts of the buffers.
-    """
-    if settings.optimizer == "sgd":
-        return lr * delta
+    def init(self, theta: Tensor) -> State:
+        """The state before the first step; `theta` (k,) are the weights that move."""
+        return {}
+
+    def step(self, theta: Tensor, mean: Tensor, state: State, lr: float) -> Tensor:
+        """How far the server moves, (k,), given the clients' mean update. Change `state` in place."""
+        raise NotImplementedError
+
+
+def sgd(delta: Tensor, state: State, lr: float) -> Tensor:
+    """FedAvg with a rate."""
+    return lr * delta
+
+
+def momentum(delta: Tensor, state: State, lr: float, *, momentum: float = 0.9) -> Tensor:
+    """FedAvgM (Hsu et al. 2019)."""
+    return lr * state["momentum"].mul_(momentum).add_(delta)
+
+
+def adam(
+    delta: Tensor, state: State, lr: float, *, momentum: float = 0.9, tau: float = 1e-3, beta2: float = 0.99
+) -> Tensor:
+    """FedAdam."""
+    state["second"].mul_(beta2).add_(delta.square(), alpha=1 - beta2)
+    return _adaptive(delta, state, lr, momentum, tau)
+
+
+def yogi(
+    delta: Tensor, state: State, lr: float, *, momentum: float = 0.9, tau: float = 1e-3, beta2: float = 0.99
+) -> Tensor:
+    """FedYogi."""
+    square, second = delta.square(), state["second"]
+    second.sub_((second - square).sign() * square, alpha=1 - beta2)
+    return _adaptive(delta, state, lr, momentum, tau)
+
+
+def adagrad(delta: Tensor, state: State, lr: float, *, momentum: float = 0.9, tau: float = 1e-3) -> Tensor:
+    """FedAdagrad."""
+    state["second"].add_(delta.square())
+    return _adaptive(delta, state, lr, momentum, tau)
+
+
+def _adaptive(delta: Tensor, state: State, lr: float, momentum: float, tau: float) -> Tensor:
+    first = state["first"].mul_(momentum).add_(delta, alpha=1 - momentum)
+    return lr * first / (state["second"].sqrt() + tau)
+
+
+def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Tensor:
+    """How far the server moves, (k,), given the clients' mean update `delta`; `state` holds its buffers."""
     if not state:
         state |= fresh(settings, delta, delta.dtype)
-    if settings.optimizer == "momentum":
-        momentum = state["momentum"]
-        momentum.mul_(settings.momentum).add_(delta)
-        return lr * momentum
-    first, second = state["first"], state["second"]
-    first.mul_(settings.momentum).add_(delta, alpha=1 - settings.momentum)
-    square = delta.square()
-    if settings.optimizer == "adam":
-        second.mul_(settings.beta2).add_(square, alpha=1 - settings.beta2)
-    elif settings.optimizer == "yogi":
-        second.sub_((second - square).sign() * square, alpha=1 - settings.beta2)
-    else:
-        second.add_(square)
-    return lr * first / (second.sqrt() + settings.tau)
+    return settings.piece(delta, state, lr, **settings.steps)
+
+
+def foreign_step(settings: Server, lr: float, theta: Tensor, mean: Tensor, state: State) -> Tensor:
+    """How far a server optimizer from outside moves the weights `theta` (k,)."""
+    optimizer, where = settings.made(), f"federation.server: {settings.kind}"
+    if not state:
+        state |= called(optimizer.init, where, theta)
+    step = called(lambda moved: optimizer.step(theta, moved, state, lr), where, mean)
+    expect(step, mean.shape, where, "a step for each weight")
+    return step
 
 
 def fresh(settings: Server, like: Tensor, dtype: torch.dtype) -> State:
     """The buffers before the first step, of the shape of `like`."""
-    names = {"sgd": (), "momentum": ("momentum",)}.get(settings.optimizer, ("first", "second"))
-    return {name: torch.full_like(like, settings.tau**2 if name == "second" else 0.0, dtype=dtype) for name in names}
+    return {name: torch.full_like(like, _start(settings, name), dtype=dtype) for name in settings.buffers}
+
+
+def _start(settings: Server, name: str) -> float:
+    return getattr(settings, "tau") ** 2 if name == "second" else 0.0  # noqa: B009
 
 
 def after_new_mask(settings: Server, state: State, old: Tensor, new: Tensor) -> State:
-    """The buffers for the weights `new`, given those for `old`: what is known of a weight goes with it.
+    """The buffers for the weights `new`, given those for `old`: what is known of a weight stays with it.
 
     `momentum_correction` says how much of the momentum does: the more the mask changed, the less old steps may count.
     """
-    if settings.momentum_correction == "reset":
+    correction = getattr(settings, "momentum_correction", "keep")
+    if correction == "reset":
         return {}
-    state = {
-        name: carried(values, old, new, settings.tau**2 if name == "second" else 0.0) for name, values in state.items()
-    }
-    if settings.momentum_correction == "scale":
+    state = {name: carried(values, old, new, _start(settings, name)) for name, values in state.items()}
+    if correction == "scale":
         share = torch.isin(new, old).double().mean().item()
         for name in {"momentum", "first"} & set(state):
             state[name] *= share

@@ -5,14 +5,13 @@ density after calibration round r of R is keep^((r+1)/R).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsieve.config import Allocation, Granularity, RuleName
+from fedsieve.config import Allocation, Granularity, Rule
 from fedsieve.errors import FedsieveError, did_you_mean
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import can_last, check_request, group_ids, select, true_places
@@ -20,30 +19,10 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 
 Schedule = Literal["exponential", "linear"]
-Scale = Literal["ranks", "max"]
+Scale = Literal["ranks", "max", "none"]
 KINDS = ("linear", "attention", "norm", "conv", "bias", "other")
 # Weights and biases of every layer; tokens and position embeddings stay frozen.
 LAYERS = ("linear", "attention", "norm", "conv")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which weights may train: those at one end of a score."""
-
-    score: Literal["fisher", "magnitude", "hybrid", "random"]
-    lowest: bool
-    text: str
-
-
-RULES = {
-    "least_sensitive": Rule("fisher", True, "trains the weights the output depends on least (lowest Fisher score)"),
-    "most_sensitive": Rule("fisher", False, "trains the weights the output depends on most (highest Fisher score)"),
-    "low_magnitude": Rule("magnitude", True, "trains the smallest weights (lowest |w|)"),
-    "high_magnitude": Rule("magnitude", False, "trains the largest weights (highest |w|)"),
-    "low_hybrid": Rule("hybrid", True, "trains the weights lowest in Fisher score and |w| together"),
-    "high_hybrid": Rule("hybrid", False, "trains the weights highest in Fisher score and |w| together"),
-    "random": Rule("random", True, "trains weights drawn at random, whatever the model"),
-}
 
 
 def densities(sparsity: float, rounds: int, schedule: Schedule = "exponential") -> list[float]:
@@ -93,7 +72,7 @@ def calibrate(
     *,
     sparsity: float,
     lowest: bool | None = None,
-    rule: RuleName | None = None,
+    rule: str | None = None,
     rounds: int = 1,
     schedule: Schedule = "exponential",
     maskable: Tensor | None = None,
@@ -114,9 +93,10 @@ def calibrate(
     check_request(allocation, granularity)
     if (rule is None) == (lowest is None):
         raise FedsieveError("calibrate: give either rule, such as least_sensitive, or lowest")
-    if rule is not None and rule not in RULES:
-        raise FedsieveError(f'mask.rule: "{rule}" is no rule.{did_you_mean(rule, RULES)} Allowed: {", ".join(RULES)}')
-    end = RULES[rule].lowest if rule is not None else bool(lowest)
+    if rule is not None and rule not in Rule.words:
+        words = Rule.words
+        raise FedsieveError(f'mask.rule: "{rule}" is no rule.{did_you_mean(rule, words)} Allowed: {", ".join(words)}')
+    end = Rule.named(rule).lowest if rule is not None else bool(lowest)
     scores_of = score if callable(score) else lambda *_: score
     taking = torch.ones(space.size, dtype=torch.bool) if maskable is None else maskable.cpu()
     if granularity != "weight":
@@ -177,7 +157,7 @@ def hybrid(
     parts = [scores.detach().to(fisher.device).float().index_select(0, places) for scores in (fisher, magnitude)]
     if any(part.isnan().any() for part in parts):
         raise FedsieveError("some scores are not numbers (NaN); the model or the data is broken", 1)
-    ours, theirs = map(_ranks if scale == "ranks" else _over_max, parts)
+    ours, theirs = map({"ranks": _ranks, "max": _over_max, "none": Tensor.double}[scale], parts)
     combined = torch.zeros(len(fisher), dtype=torch.float64, device=fisher.device)
     return combined.index_copy_(0, places, ours.mul_(alpha).add_(theirs.mul_(1 - alpha)))
 

@@ -105,6 +105,35 @@ def fisher_sum(
     return total, count
 
 
+def gradient_sum(model: nn.Module, space: ParamSpace, batches: Batches) -> tuple[Tensor, int]:
+    """The sum over samples of the gradient of their cross-entropy, (D,) float64, and the number of samples."""
+    parameters = dict(model.named_parameters())
+    bound = [parameters[name] for name in space.names]
+    required = [parameter.requires_grad for parameter in bound]
+    total, count = torch.zeros(space.size, dtype=torch.float64, device=bound[0].device), 0
+    try:
+        for parameter in bound:
+            parameter.requires_grad_(True)
+        with _eval_mode(model), torch.enable_grad():
+            for inputs, labels in batches:
+                loss = nn.functional.cross_entropy(model(inputs).float(), labels, reduction="sum")
+                gradients = torch.autograd.grad(loss, bound, allow_unused=True)
+                found = {
+                    name: torch.zeros_like(parameter) if gradient is None else gradient
+                    for name, parameter, gradient in zip(space.names, bound, gradients, strict=True)
+                }
+                total += space.flatten(found).double()
+                count += len(labels)
+    finally:
+        for parameter, before in zip(bound, required, strict=True):
+            parameter.requires_grad_(before)
+    if not total.isfinite().all():
+        raise FedsieveError(
+            "scores: a gradient is not finite. Check model.weights, or lower the previous stage's lr", 1
+        )
+    return total, count
+
+
 def _answered(
     model: nn.Module, batches: Batches, draws: Tensor | np.random.Generator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -267,11 +296,6 @@ def sample_classes(logits: Tensor, draws: Tensor) -> Tensor:
     cumulative = logits.double().softmax(-1).cumsum(-1)
     # The last class takes what rounding left of the cumulative sum.
     return (cumulative[..., :-1] <= draws[..., None]).sum(-1)
-
-
-def magnitude(theta: Tensor) -> Tensor:
-    """|w|, (D,)."""
-    return theta.detach().abs()
 
 
 @contextmanager

@@ -184,10 +184,12 @@ def planned(experiment: Experiment) -> tuple[int, list[Release]]:
             continue
         rounds += stage.length
         sieve = experiment.mask_of(stage)
-        if sieve is not None and sieve.scored and sieve.scope == "shared":
+        if sieve is not None and sieve.rule.scored and sieve.scope == "shared":
             assert dp.scores is not None
             masks = 1 + (stage.length - 1) // sieve.refresh if sieve.refresh else 1
-            releases.append(Release(dp.scores.noise_multiplier, times=masks * sieve.calibration_rounds))
+            releases.append(
+                Release(dp.scores.noise_multiplier, times=masks * sieve.calibration_rounds * len(sieve.rule.sums))
+            )
     return rounds, releases
 
 

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedsieve.config import Privacy
-from fedsieve.mask.calibration import RULES
 from fedsieve.mask.mask import Mask
 from fedsieve.mask.overlap import expected_jaccard, jaccard
 from fedsieve.privacy.secagg import PHASES
@@ -531,7 +530,7 @@ def _refusals(run: RunFolder, view: FederationView) -> None:
 def _rule(run: RunFolder, stage: str) -> str:
     """How the stage's rule scores weights."""
     sieve = next((run.experiment.mask_of(one) for one in run.experiment.stages if one.name == stage), None)
-    return RULES[sieve.rule].score if sieve else ""
+    return sieve.rule.basis if sieve else ""
 
 
 def _overlap(run: RunFolder, stage: str, own: StageMasks, view: FederationView) -> None:

@@ -11,7 +11,7 @@ from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.federation.least_squares import SCALES, statistics_space
 from fedsieve.federation.population import Population
 from fedsieve.federation.secure import EXPONENTS, MOST
-from fedsieve.mask.calibration import RULES, densities
+from fedsieve.mask.calibration import densities
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.secagg import bytes_of
 from fedsieve.wire.bits import entropy
@@ -175,14 +175,15 @@ def _mask_bytes(sieve: Sieve, people: People, masks: _Masks, rounds: int, tensor
         # Each client's mask goes up once; the union goes down again whenever it has grown, and costs most when half full.
         union = OVERHEAD + entropy([min(masks.moved, taking // 2)], [taking]) / 8
         return people.met(rounds) * size, rounds * people.cohort * union
-    travels = people.met(rounds / masks.made) * size if sieve.rule != "random" else 0.0
-    if sieve.scope == "public" or RULES[sieve.rule].score not in ("fisher", "hybrid"):
+    travels = people.met(rounds / masks.made) * size if sieve.rule.evidence else 0.0
+    if sieve.scope == "public" or not sieve.rule.scored:
         return 0.0, masks.made * travels
     scoring = sieve.clients or people.cohort
     shares = densities(sieve.sparsity, sieve.calibration_rounds, sieve.schedule)[:-1]
     active = [taking, *(round(share * taking) for share in shares)]
     scores, protocol = np.sum([sum_bytes(scoring, count, 4, tensors) for count in active], axis=0).tolist()
     steps = sum(OVERHEAD + entropy([new], [old]) / 8 for old, new in pairwise(active))
+    scores *= len(sieve.rule.sums)
     return masks.made * scoring * scores, masks.made * (travels + scoring * (steps + protocol))
 
 

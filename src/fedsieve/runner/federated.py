@@ -39,8 +39,7 @@ def populate(experiment: Experiment, labels: np.ndarray, rows: np.ndarray) -> Po
     assert settings is not None
     groups = None
     if settings.partition.kind == "natural":
-        assert settings.partition.column is not None
-        groups = load_column(experiment.data, "train", settings.partition.column)[rows]
+        groups = load_column(experiment.data, "train", settings.partition.fields["column"])[rows]
     if experiment.own_images:
         assert settings.clients is not None
         nothing = Shards(np.arange(0), np.zeros(settings.clients + 1, dtype=np.int64))

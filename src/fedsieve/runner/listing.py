@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+from fedsieve.config import FAMILIES
 from fedsieve.data.image_tables import EMBEDDED
 
 Entries = Iterable[tuple[str, str]]
@@ -65,15 +66,6 @@ METHODS = {
     "sgd": "by steps of the stage's optimizer",
     "ridge": "a head in closed form, in one round; in a federation from sums that do not care who holds what",
 }
-OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "Adam with decoupled weight decay"}
-PARTITIONS = {
-    "iid": "shuffled and split evenly",
-    "classes": "exactly `nc` classes each, every class owned, owners drawn at random",
-    "dirichlet": "class shares drawn with `alpha`: the smaller, the more skewed; at most `nc` classes, if given",
-    "quantity": "sizes drawn with `alpha`, classes mixed",
-    "natural": "by `column`, such as a user id",
-    "sites": "each client elsewhere, with data of its own, as `fedsieve flower` has it",
-}
 SCOPES = {
     "shared": "one mask from clients' summed scores",
     "client": "each client calibrates its own",
@@ -88,41 +80,12 @@ FORMATS = {
     "sign": "one bit and a scale per `group`; up only",
     "coo": "fp32 with one int64 index per dimension, as the studies count it",
 }
-SERVERS = {
-    "sgd": "move by lr times the mean update; with lr 1, FedAvg",
-    "momentum": "FedAvgM",
-    "adam": "FedAdam",
-    "yogi": "FedYogi",
-    "adagrad": "FedAdagrad",
-}
-CORRECTIONS = {
-    "none": "clients train as they would alone",
-    "fedprox": "a pull of `mu` towards the received weights",
-    "scaffold": "control variates, sent both ways",
-    "fedntd": "distillation of the received model's answers beside the true class (`beta`, `tau`)",
-}
 WEIGHTING = {"examples": "clients count by their images", "uniform": "every client counts the same"}
 EXECUTORS = {
     "auto": "stacked on a GPU, sequential on a CPU",
     "sequential": "one client after another",
     "stacked": "all clients of a round at once, or as many as fit",
     "distributed": "either of them on every process that torchrun starts",
-}
-AGGREGATORS = {
-    "mean": "the mean, by `federation.weighting`",
-    "median": "the median of each value",
-    "trimmed_mean": "the mean of each value without a `share` of the clients at either end",
-    "krum": "the one update that lies nearest to the others, where `f` may be hostile",
-    "multi_krum": "the mean of the `m` (default: all but `f`) updates that Krum ranks first",
-    "geometric_median": "the point with the least mean distance to all updates",
-    "norm_bound": "the mean of updates shortened to a norm: `limit`, or the median of the round's",
-}
-ATTACKS = {
-    "label_flip": "it trains on the last class for the first, and so on",
-    "sign_flip": "the update times -`factor`",
-    "gaussian_noise": "noise of `factor` times the update's norm",
-    "nan": "no numbers at all: refused by the decoder",
-    "stale_replay": "the client's first update, again and again",
 }
 AGGREGATIONS = {
     "plain": "the server sees every update",
@@ -154,10 +117,16 @@ def _words(texts: Mapping[str, str]) -> Callable[[str | None], Entries]:
     return lambda _: texts.items()
 
 
-def _rules(_: str | None) -> Entries:
-    from fedsieve.mask.calibration import RULES
+def _family(name: str) -> tuple[str, Callable[[str | None], Entries]]:
+    """The words of a family, with the settings that each takes."""
+    family = FAMILIES[name]
 
-    return [(name, rule.text) for name, rule in RULES.items()]
+    def entries(_: str | None) -> Entries:
+        for word, made in family.words.items():
+            own = [key for key in made.model_fields if key not in family.model_fields]
+            yield word, made.text() + (f" ({', '.join(own)})" if own else "")
+
+    return f"{family.place}: {family.text().rstrip('.')}", entries
 
 
 LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
@@ -168,30 +137,25 @@ LISTINGS: dict[str, tuple[str, Callable[[str | None], Entries]]] = {
     "transforms": ("data.transform: what happens to images", _words(TRANSFORMS)),
     "normalize": ("data.normalize: how colours are scaled", _words(NORMALIZE)),
     "interpolation": ("data.interpolation: how images are resized", _words({"bilinear": "", "bicubic": ""})),
-    "rules": ("mask.rule: which weights may train", _rules),
+    "rules": _family("rule"),
     "granularity": ("mask.granularity: what is frozen together", _words(GRANULARITY)),
     "allocation": ("mask.allocation: how the active weights are shared out", _words(ALLOCATION)),
     "kinds": ("mask.kinds: default, all, or a list of the layer kinds that take part", _words(KINDS)),
     "parts": ("stages.train: what a stage trains", _words(PARTS)),
     "methods": ("stages.method: how a stage trains", _words(METHODS)),
-    "optimizers": ("stages.optimizer.kind: how weights move", _words(OPTIMIZERS)),
+    "optimizers": _family("optimizer"),
     "schedules": ("stages.schedule: the learning rate over a stage", _words({"cosine": "", "constant": ""})),
-    "partitions": ("federation.partition.kind: which client holds which images", _words(PARTITIONS)),
+    "partitions": _family("partition"),
     "scopes": ("mask.scope: whose mask it is, in a federation", _words(SCOPES)),
     "formats": ("message.up, message.down: how values travel", _words(FORMATS)),
-    "servers": ("federation.server.optimizer: how the server moves", _words(SERVERS)),
-    "corrections": ("federation.correction.kind: what clients do against drift", _words(CORRECTIONS)),
+    "servers": _family("server"),
+    "corrections": _family("correction"),
     "weighting": ("federation.weighting: how much a client counts", _words(WEIGHTING)),
-    "aggregators": (
-        "federation.aggregator: how updates become one; all but mean also after `mix`, for clients that differ",
-        _words(AGGREGATORS),
-    ),
-    "attacks": ("federation.attack: what hostile clients do", _words(ATTACKS)),
+    "aggregators": _family("aggregator"),
+    "attacks": _family("attack"),
     "aggregations": ("privacy.aggregation: what the server sees of updates", _words(AGGREGATIONS)),
     "personal": ("federation.personal.methods: clients' own models at the end", _words(PERSONAL)),
     "executors": ("executor: what trains the clients of a round", _words(EXECUTORS)),
-    "trackers": (
-        "tracking: where metrics go beside metrics.jsonl",
-        _words({"tensorboard": "", "wandb": "", "mlflow": ""}),
-    ),
+    "objectives": _family("objective"),
+    "trackers": _family("tracker"),
 }

@@ -10,8 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fedsieve.config import Experiment, Sieve, Stage
 from fedsieve.data.sources import choose_classes, count_images, survey
 from fedsieve.data.store import free_memory
-from fedsieve.federation.aggregators import kept_out
-from fedsieve.federation.means import robust
 from fedsieve.model.build import dense_names, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import load_classifier
@@ -170,7 +168,7 @@ def trust_lines(experiment: Experiment, people: People, sigma: float) -> list[tu
         said.append(
             f"{count:,} hostile clients ({settings.attack.kind}), up to {most:,} of {people.cohort:,} in a round"
         )
-        if rule.kind != "mean" and (bears := kept_out(rule.kind, people.cohort, robust(rule))) < most:
+        if rule.kind != "mean" and (bears := rule.bears(people.cohort)) < most:
             said.append(f"{rule.kind} as it is set leaves {bears:,} of them aside")
     return [("trust", "; ".join(said))] if said else []
 

@@ -158,7 +158,7 @@ class CentralStage:
         described: dict[str, Any] = {}
         if mask is not None and sieve is not None:
             described = {
-                "rule": sieve.rule,
+                "rule": sieve.rule.kind,
                 "sparsity": sieve.sparsity,
                 "reached_sparsity": reached_sparsity(mask, sieve, model),
                 "active": mask.count,
@@ -351,7 +351,7 @@ def federated_summary(setup: Setup, context: ServerContext, stage: Stage, state:
         described["simulated_seconds"] = state.simulated_seconds
     if (sieve := context.experiment.mask_of(stage)) is not None:
         asked = sieve_at(sieve, state.best_generation - 1, stage.length)
-        described |= {"rule": sieve.rule, "sparsity": asked.sparsity, "scope": sieve.scope}
+        described |= {"rule": sieve.rule.kind, "sparsity": asked.sparsity, "scope": sieve.scope}
         described["calibration_seconds"] = state.masks.seconds
         if state.best_mask is not None:
             mask = Mask(space, state.best_mask.numpy())

@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedsieve.config import Experiment, to_yaml
+from fedsieve.config import Experiment, TrackerChoice, to_yaml
 from fedsieve.errors import FedsieveError, with_extra
 from fedsieve.files import write_atomic
 
@@ -36,16 +36,17 @@ class Tracker(Protocol):
         """End with the numbers of the summary, or with None when the run was interrupted."""
 
 
-def make_trackers(names: Iterable[str]) -> list[Tracker]:
-    """The named trackers; a package that is not installed is refused here, before any work."""
+def make_trackers(words: Iterable[TrackerChoice]) -> list[Tracker]:
+    """The chosen trackers; a package that is not installed is refused here, before any work."""
     trackers: list[Tracker] = []
-    for name in names:
-        if find_spec(name) is None:
+    for word in words:
+        name = word.kind
+        if not word.foreign and find_spec(name) is None:
             how = "`pip install tensorboard`" if name == "tensorboard" else with_extra(name)
             raise FedsieveError(
                 f'tracking: "{name}" needs a package that is not installed. Run {how}; or take {name} out of tracking'
             )
-        trackers.append(_Guarded(name, TRACKERS[name]()))
+        trackers.append(_Guarded(name, word.made()))
     return trackers
 
 
@@ -179,13 +180,6 @@ class MLflowTracker:
             self.sent.update((name, step) for name in new)
         for batch in _batches(metrics, 1000):
             self.client.log_batch(self.run_id, metrics=batch)
-
-
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MLflowTracker,
-}
 
 
 class _Guarded:

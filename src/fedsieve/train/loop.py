@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Optimizer, Stage
-from fedsieve.errors import Diverged
+from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Feed
@@ -183,9 +183,13 @@ def make_optimizer(settings: Optimizer, theta: Tensor, mask: Mask | None) -> Spa
         "clip_norm": settings.clip_norm,
         "rescale": settings.rescale,
     }
+    if settings.foreign:
+        raise FedsieveError(
+            f"optimizer: {settings.kind} is a local step of clients; central training takes sgd or adamw"
+        )
     if settings.kind == "adamw":
-        return SparseAdamW(theta, mask, betas=(settings.momentum, settings.beta2), **shared)
-    return SparseSGDM(theta, mask, momentum=settings.momentum, nesterov=settings.nesterov, **shared)
+        return SparseAdamW(theta, mask, **settings.fields, **shared)
+    return SparseSGDM(theta, mask, momentum=settings.momentum, **settings.fields, **shared)
 
 
 def _end_epoch(stage: Stage, state: StageState, record: Record) -> None:

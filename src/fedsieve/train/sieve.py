@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from fedsieve.config import Fisher, Sieve
 from fedsieve.errors import FedsieveError
-from fedsieve.mask.calibration import LAYERS, RULES, calibrate, hybrid, maskable, random_scores
+from fedsieve.mask.calibration import LAYERS, calibrate, maskable, random_scores
 from fedsieve.mask.mask import Mask
-from fedsieve.mask.scores import fisher_sum, magnitude, shrunk
+from fedsieve.mask.rules import Evidence, scores_of
+from fedsieve.mask.scores import fisher_sum, gradient_sum, shrunk
 from fedsieve.mask.selection import attention_heads, can_last, check_request, group_ids
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
@@ -20,7 +21,10 @@ from fedsieve.train.feed import Autocast, Feed
 CHUNK = 64  # images that are transformed at a time; how many are differentiated at a time follows from memory
 
 
-Sensitivity = Callable[[Mask, int], Tensor]  # of the weights still active, in a calibration round: (D,)
+Measure = Callable[
+    [str, Mask, int], Tensor
+]  # "fisher" or "gradient" of the weights still active, in a calibration round: (D,)
+Score = Callable[[Mask, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,18 +41,20 @@ class Scoring:
     def mask(self, stage: str, on_round: Callable[[int, Mask], None] = lambda *_: None) -> Mask:
         """The mask of a stage, scored on as many images as the sieve asks for."""
         order = generator(self.seed, "fisher rows", stage).permutation(len(self.feed))
-        sensitivity = self.sensitivity(order[: self.sieve.fisher.samples], stage)
-        return self.calibrated(self.scores(sensitivity, stage), on_round)
+        measure = self.measure(order[: self.sieve.fisher.samples], stage)
+        return self.calibrated(self.scores(measure, stage), on_round)
 
-    def squared_gradients(
-        self, active: Mask, number: int, examples: np.ndarray, *address: int | str
+    def summed(
+        self, what: str, active: Mask, number: int, examples: np.ndarray, *address: int | str
     ) -> tuple[Tensor, int]:
-        """The sum of squared gradients over some examples of the feed, (D,) float64, and how many were added."""
+        """Squared gradients ("fisher"), or gradients, summed over some examples: (D,) float64, and how many were added."""
         settings, draws = self.sieve.fisher, None
         if not settings.labels:
             draws = generator(self.seed, "fisher labels", *address, number).random(len(examples))
         frozen = taking_part(self.sieve, self.model, self.space) & ~active.to_bool()
         with shrunk(self.model, self.space, frozen, self.sieve.shrink if number else 1.0):
+            if what == "gradient":
+                return gradient_sum(self.model, self.space, _batches(self.feed, examples, settings))
             return fisher_sum(
                 self.model,
                 self.space,
@@ -59,40 +65,38 @@ class Scoring:
                 autocast=self.autocast,
             )
 
-    def sensitivity(self, examples: np.ndarray, *address: int | str) -> Sensitivity:
-        """The mean of the squared gradients over some examples of the feed."""
+    def measure(self, examples: np.ndarray, *address: int | str) -> Measure:
+        """Means of gradients or their squares over some examples of the feed."""
 
-        def mean(active: Mask, number: int) -> Tensor:
-            total, count = self.squared_gradients(active, number, examples, *address)
+        def mean(what: str, active: Mask, number: int) -> Tensor:
+            total, count = self.summed(what, active, number, examples, *address)
             return (total / count).float()
 
         return mean
 
-    def scores(self, sensitivity: Sensitivity, *address: int | str) -> Sensitivity:
-        """The scores that the rule goes by."""
-        sieve, rule = self.sieve, RULES[self.sieve.rule]
+    def scores(self, measure: Measure, *address: int | str) -> Score:
+        """The scores that the rule gives."""
 
         def score(active: Mask, number: int) -> Tensor:
-            if rule.score == "random":
-                return random_scores(self.space, self.seed, *address)
-            if rule.score == "fisher":
-                return sensitivity(active, number)
-            weights = magnitude(self.space.read(self.model))
-            if rule.score == "magnitude":
-                return weights
-            found = sensitivity(active, number)
-            return hybrid(found, weights, alpha=sieve.alpha, scale=sieve.scale, among=active.to_bool())
+            evidence = Evidence(
+                self.sieve,
+                active.to_bool(),
+                self.space.read(self.model),
+                lambda: random_scores(self.space, self.seed, *address),
+                lambda what: measure(what, active, number),
+            )
+            return scores_of(self.sieve.rule, evidence)
 
         return score
 
-    def calibrated(self, score: Sensitivity, on_round: Callable[[int, Mask], None] = lambda *_: None) -> Mask:
+    def calibrated(self, score: Score, on_round: Callable[[int, Mask], None] = lambda *_: None) -> Mask:
         """The mask that the sieve's calibration rounds end in."""
         sieve = self.sieve
         return calibrate(
             score,
             self.space,
             sparsity=sieve.sparsity,
-            lowest=RULES[sieve.rule].lowest,
+            lowest=sieve.rule.lowest,
             rounds=sieve.calibration_rounds,
             schedule=sieve.schedule,
             maskable=taking_part(sieve, self.model, self.space),
