@@ -14,6 +14,7 @@ import safetensors
 import safetensors.torch
 import timm
 import torch
+from peft import PeftModel
 from PIL import Image
 from tests.conftest import TINY
 from tests.end_to_end.test_command_line import fedsieve
@@ -117,6 +118,27 @@ def test_the_printed_lines_of_a_peft_folder_compute_the_same_logits(runs, pictur
     before = load_model(runs / "central")[1].backbone
     assert torch.equal(base["blocks.0.attn.qkv.weight"], before.blocks[0].attn.qkv.base_layer.weight)
     assert not base["head.weight"].any(), "a trained head would hide an adapter that lost its own"
+
+
+def test_an_adapter_on_weights_of_the_hub_comes_without_them_and_fits_timms_own_network(tmp_path, capsys):
+    """The head of this network lies deeper, as head.fc."""
+    network = ["model.backbone=convnext_tiny", "model.options={depths: [1, 1, 1, 1], dims: [8, 8, 8, 8]}"]
+    lora = ["data.size=32", "model.lora={rank: 2, targets: [mlp.fc1]}", "stages.backbone.train=[lora, head]"]
+    folder, adapter = tmp_path / "run", tmp_path / "adapter"
+    run(parse_config(TINY, [*network, *lora]), folder, page=False)
+    settings = folder / "config.yaml"
+    settings.write_text(settings.read_text().replace("weights: none", "weights: hub"))
+    lines = exported(capsys, folder, "--peft", "--to", adapter)
+    assert (
+        'timm.create_model("convnext_tiny", pretrained=True,' in lines and not (adapter / "base.safetensors").exists()
+    )
+    _, model, _ = load_model(folder)
+    plain = timm.create_model("convnext_tiny", num_classes=10, depths=[1, 1, 1, 1], dims=[8, 8, 8, 8])
+    pretrained = {name.replace(".base_layer.", "."): one for name, one in model.backbone.state_dict().items()}
+    plain.load_state_dict({name: one for name, one in pretrained.items() if name in plain.state_dict()}, strict=False)
+    images = torch.randn(4, 3, 32, 32)
+    fine_tuned = PeftModel.from_pretrained(plain, str(adapter)).eval()
+    assert torch.allclose(fine_tuned(images), model(images), rtol=1e-4, atol=1e-5)
 
 
 def test_the_lines_of_a_card_work_in_the_folder_of_the_card(runs, pictures, tmp_path, capsys):

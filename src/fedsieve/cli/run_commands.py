@@ -284,7 +284,7 @@ def export(
     if len(chosen) > 1:
         raise FedsieveError("export: --backbone-only, --sparse and --peft write different files. Choose one")
     said = export_run(source, to, chosen[0] if chosen else "whole", weights, force, Display(console))
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
+    print(said)  # as it is: rich would change brackets and colons
 
 
 @app.command()

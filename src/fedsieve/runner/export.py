@@ -14,7 +14,7 @@ from fedsieve.config import Experiment, to_yaml
 from fedsieve.data.sources import SMALL, stored_side
 from fedsieve.errors import FedsieveError
 from fedsieve.files import with_notes, write_atomic
-from fedsieve.model.adapters import merge_lora, part_of
+from fedsieve.model.adapters import merge_lora, part_of, peft_adapter
 from fedsieve.model.build import timm_options, trainable_names
 from fedsieve.model.weights import timm_tensors
 from fedsieve.report.card import describe_run, model_card
@@ -271,33 +271,17 @@ def _adapter_folder(saved: SavedModel, config: dict[str, Any], files: Mapping[st
                 "--peft to merge LoRA into the weights, or use --sparse"
             )
     import timm
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     tensors = timm_tensors(model, with_head=True)
     classifier: str = config["pretrained_cfg"]["classifier"]
-    alpha: Any = lora.alpha
-    peft_config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=alpha,
-        target_modules=sorted({name.partition(".lora_")[0] for name in tensors if part_of(f".{name}") == "lora"}),
-        modules_to_save=[classifier],
-        inference_mode=True,
-    )
     base = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config["model_args"])
-    wrapped: Any = get_peft_model(base, peft_config)
-    state = {f"base_model.model.{_peft_name(name, classifier)}": tensor for name, tensor in tensors.items()}
-    missing, unexpected = wrapped.load_state_dict(state, strict=False)
-    if unexpected or any(".original_module." not in name for name in missing):
-        wrong = [*unexpected, *(name for name in missing if ".original_module." not in name)]
-        raise FedsieveError(f"export: peft's model of {config['architecture']} has another {wrong[0]}. Drop --peft", 1)
-    adapter = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    adapter, peft_settings = peft_adapter(tensors, base, classifier, lora)
     from_hub = settings.weights == "hub"
     backbone = settings.backbone if from_hub else config["architecture"]
-    written = {key: sorted(value) if isinstance(value, set) else value for key, value in peft_config.to_dict().items()}
-    written["base_model_name_or_path"] = backbone
+    peft_settings["base_model_name_or_path"] = backbone
     contents: dict[Path, bytes | str] = {
         files["model"]: with_notes(safetensors.torch.save(_plain(adapter)), _notes(saved, config)),
-        files["settings"]: json.dumps(written, indent=2, sort_keys=True) + "\n",
+        files["settings"]: json.dumps(peft_settings, indent=2, sort_keys=True) + "\n",
         files["config"]: json.dumps(config, indent=2) + "\n",
     }
     if not from_hub:
@@ -314,13 +298,6 @@ def _adapter_folder(saved: SavedModel, config: dict[str, Any], files: Mapping[st
         return _lines(experiment, folder / files["config"].name, packages, loading, with_head=True)
 
     return Made(f"A LoRA adapter with a head for {config['num_classes']:,} classes, on `{backbone}`.", contents, load)
-
-
-def _peft_name(name: str, classifier: str) -> str:
-    """The name in peft's model of a tensor in timm's names: it keeps the trained classifier beside the original."""
-    if not name.startswith(f"{classifier}."):
-        return name
-    return f"{classifier}.modules_to_save.default.{name.removeprefix(f'{classifier}.')}"
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
