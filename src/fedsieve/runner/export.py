@@ -77,8 +77,9 @@ FEATURES = "features = model(transform(image)[None])[0]"
 DIFFERENCES = """\
 `image.jpg` stands for your image. For 8-bit RGB images these lines compute the logits of `fedsieve evaluate` up to float
 rounding. They differ where fedsieve ran in bf16, for images with transparency or 16 bits, and for small square images of
-a source whose images are of several sizes, which fedsieve enlarges first. timm's own
-`create_transform(**resolve_model_data_config(model))` is close, but rounds to 8 bits after resizing."""
+a source whose images are of several sizes, which fedsieve resizes first. timm's own
+`create_transform(**resolve_model_data_config(model))` is close. It resizes photographs once, where
+fedsieve first stores their middle square, and it rounds to 8 bits."""
 
 
 def export(source: Path, to: Path, form: Form, weights: str | None, force: bool, display: Display) -> str:
