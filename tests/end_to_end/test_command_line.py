@@ -7,8 +7,6 @@ import sys
 from typing import get_args
 
 import pytest
-import safetensors.torch
-import timm  # noqa: F401, named by the line under test
 import torch
 import yaml
 from rich.console import Console
@@ -150,21 +148,6 @@ def test_other_data_without_a_test_split_is_measured_whole(finished, tmp_path, c
     (tmp_path / "more" / "9").rename(tmp_path / "more" / "nine")
     assert fedsieve("evaluate", finished, "--data", tmp_path / "more") == 2
     assert "not those of the model" in capsys.readouterr().err
-
-
-def test_an_export_is_the_same_function_in_timm(finished, tmp_path, capsys):
-    file = tmp_path / "model.safetensors"
-    assert fedsieve("export", finished, "--to", file) == 0
-    said = capsys.readouterr().out
-    (line,) = [line for line in said.splitlines() if line.startswith("timm.create_model")]
-    model = eval(line).eval()  # the very line that is shown must work
-    saved = safetensors.torch.load_file(finished / "checkpoints" / "final.safetensors")
-    assert torch.equal(model.head.weight, saved["head.weight"])
-    assert torch.equal(model.blocks[1].mlp.fc1.weight, saved["backbone.blocks.1.mlp.fc1.weight"])
-    assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
-    assert fedsieve("export", finished, "--to", tmp_path / "b.safetensors", "--backbone-only") == 0
-    assert "head.weight" not in safetensors.torch.load_file(tmp_path / "b.safetensors")
-    assert fedsieve("export", finished, "--to", tmp_path / "model.bin") == 2
 
 
 def test_a_run_folder_serves_as_pretrained_weights(finished, config, tmp_path):

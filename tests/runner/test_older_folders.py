@@ -8,7 +8,8 @@ import pytest
 from fedsieve.errors import FedsieveError
 from fedsieve.report.folder import read_run
 from fedsieve.report.page import write_report
-from fedsieve.runner.model_files import export, load_patch
+from fedsieve.runner.export import export
+from fedsieve.runner.model_files import load_patch
 from fedsieve.runner.progress import Display
 from fedsieve.runner.run import resume
 from fedsieve.runner.testing import evaluate
@@ -27,8 +28,8 @@ def test_a_finished_run_can_still_be_shown_measured_and_exported(folders):
     assert not found.problems and found.torn is None and "10.03" in page
     assert evaluate(folder, [], None)["accuracy"] == pytest.approx(found.summary.test_accuracy)
     display = Display.silent()
-    assert "timm.create_model" in export(folder, folders / "model.safetensors", False, False, None, display)
-    export(folder, folders / "patch.safetensors", False, True, None, display)
+    assert "timm.create_model" in export(folder, folders / "a.safetensors", "whole", None, False, display)
+    export(folder, folders / "patch.safetensors", "patch", None, False, display)
     load_patch(folders / "patch.safetensors")  # which checks that it gives the model back to the bit
     assert resume(folder)["test_accuracy"] == found.summary.test_accuracy
 

@@ -255,23 +255,36 @@ def export(
         Path, typer.Argument(metavar="DIR", help="A finished run folder, or a patch.", show_default=False)
     ],
     to: Annotated[
-        Path, typer.Option("--to", metavar="FILE", help="The .safetensors file to write.", show_default=False)
+        Path,
+        typer.Option(
+            "--to", metavar="FILE", help="The .safetensors file to write; with --peft, the folder.", show_default=False
+        ),
     ],
     backbone_only: Annotated[bool, typer.Option("--backbone-only", help="Leave the head out.")] = False,
     sparse: Annotated[
         bool, typer.Option("--sparse", help="Only what changed: a patch on the pretrained weights, and the head.")
     ] = False,
+    peft: Annotated[bool, typer.Option("--peft", help="LoRA and the head as a folder that peft loads.")] = False,
     weights: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="For a patch: where its pretrained weights are now.", show_default=False),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
 ) -> None:
-    """Write a finished run's model as a safetensors file that timm loads, or as a patch; or lay a patch on its base."""
-    from fedsieve.runner.model_files import export as export_run
+    """Write a finished run's model with a model card, and print the Python that uses it.
+
+    The model is a file that timm loads, a patch, or a peft folder. A patch can be laid on its pretrained weights again.
+    """
+    from fedsieve.runner.export import Form
+    from fedsieve.runner.export import export as export_run
     from fedsieve.runner.progress import Display
 
-    said = export_run(source, to, backbone_only, sparse, weights, Display(console))
-    console.print(said, highlight=False, soft_wrap=True)
+    choices: dict[Form, bool] = {"backbone": backbone_only, "patch": sparse, "peft": peft}
+    chosen: list[Form] = [form for form, wanted in choices.items() if wanted]
+    if len(chosen) > 1:
+        raise FedsieveError("export: --backbone-only, --sparse and --peft write different files. Choose one")
+    said = export_run(source, to, chosen[0] if chosen else "whole", weights, force, Display(console))
+    print(said)  # as it is: rich would change brackets and colons
 
 
 @app.command()

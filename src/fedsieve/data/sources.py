@@ -45,6 +45,7 @@ from fedsieve.randomness import generator
 if TYPE_CHECKING:
     pass
 
+SMALL = 256  # the longest side of square images that are kept as they are, if all have one size
 # Raised when what is cached, or how it is made, changes.
 CACHE_VERSION = 2
 
@@ -182,7 +183,7 @@ def _cache_path(config: Data, split: Split, content: str, side: int | None, whol
     return cache_folder(config) / "images" / key
 
 
-def _stored_side(config: Data) -> int:
+def stored_side(config: Data) -> int:
     """Images of many sizes are stored as squares of this side: what evaluation by crop needs (256 for 224)."""
     return round(config.size * 256 / 224)
 
@@ -193,7 +194,7 @@ def _find_cached(config: Data, split: Split) -> Path | None:
     if not has_parquet(files):
         check_class_folders(root, config, files)  # also of what is cached: it is known by its files, not by its folders
     content = _content_of(files, root, cache_folder(config))
-    for side, whole in itertools.product((None, _stored_side(config)), (False, True)):
+    for side, whole in itertools.product((None, stored_side(config)), (False, True)):
         path = _cache_path(config, split, content, side, whole)
         if path.is_dir():
             return path
@@ -239,8 +240,8 @@ def _decode(config: Data, split: Split, say: Callable[[str], None]) -> Path:
 
     say(f"decoding {len(table):,} images of {config.source} ({split}), once")
     width, height = open_image(next(read_items(table, image_column, rows))[0], config.source).size
-    sides: list[int | None] = [_stored_side(config)]
-    if width == height <= max(_stored_side(config), 256):
+    sides: list[int | None] = [stored_side(config)]
+    if width == height <= max(stored_side(config), SMALL):
         sides.insert(0, None)  # small squares are kept as they are, if they are all of one size
     for side in sides:
         path = _cache_path(config, split, content, side, whole)
@@ -346,7 +347,7 @@ def survey(config: Data, split: Split) -> tuple[np.ndarray, list[str], int]:
         if not len(rows):
             raise FedsieveError(f"data.source: {config.source} leaves no image in its {split} split", 1)
         width, height = open_image(next(read_items(table.select(rows[:1]), image_column, rows))[0], config.source).size
-        pixels = 3 * (width * height if width == height <= 256 else _stored_side(config) ** 2)
+        pixels = 3 * (width * height if width == height <= SMALL else stored_side(config) ** 2)
         labels = labels[rows]
     if config.class_names is not None:
         labels, class_names = _numbers(class_names, config.class_names, config.source)[labels], config.class_names

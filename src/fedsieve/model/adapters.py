@@ -3,6 +3,7 @@
 Both start as zero functions, so that a network computes the same with them as without.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,6 +57,37 @@ def merge_lora(model: nn.Module) -> None:
             layer.merge()
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, layer.base_layer)
+
+
+def peft_adapter(
+    tensors: Mapping[str, Tensor], base: nn.Module, classifier: str, config: Lora
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """LoRA and the trained classifier as peft saves them: its tensors and its settings.
+
+    `tensors` are those of the network with LoRA in timm's names. `base` is timm's network; peft changes it.
+    """
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    alpha: Any = config.alpha
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=alpha,
+        target_modules=sorted({name.partition(".lora_A.")[0] for name in tensors if ".lora_A." in name}),
+        modules_to_save=[classifier],
+        inference_mode=True,
+    )
+    wrapped: Any = get_peft_model(base, settings)
+    # peft keeps the trained classifier next to the original, which is not ours to fill.
+    head, trained = f"{classifier}.", f"{classifier}.modules_to_save.default."
+    state = {
+        trained + name.removeprefix(head) if name.startswith(head) else name: tensor for name, tensor in tensors.items()
+    }
+    found = wrapped.load_state_dict({f"base_model.model.{name}": one for name, one in state.items()}, strict=False)
+    missing = [name for name in found.missing_keys if f".{classifier}.original_module." not in name]
+    if wrong := [*found.unexpected_keys, *missing]:
+        raise FedsieveError(f"export: peft's network does not take {wrong[0]}. Drop --peft to merge LoRA instead", 1)
+    written = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.to_dict().items()}
+    return get_peft_model_state_dict(wrapped, save_embedding_layers=False), written
 
 
 def check_reached(model: nn.Module, outputs: Tensor) -> None:

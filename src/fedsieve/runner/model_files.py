@@ -1,8 +1,9 @@
-"""The model of a finished run as a file: saved, loaded, exported, or as a patch on pretrained weights."""
+"""The model of a finished run as a file: saved, loaded, or as a patch on pretrained weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -13,16 +14,23 @@ from fedsieve.config import Experiment, Model, load_config, parse_config, to_yam
 from fedsieve.errors import FedsieveError
 from fedsieve.files import with_notes, write_atomic
 from fedsieve.mask.mask import Mask
-from fedsieve.model.adapters import merge_lora
-from fedsieve.model.build import Classifier, build_classifier, timm_options
+from fedsieve.model.build import Classifier, build_classifier
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.weights import FINAL, digest, load_classifier, timm_tensors
+from fedsieve.model.weights import FINAL, digest, load_classifier
 from fedsieve.runner.prepare import with_weights_file
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup
 
 PATCH = "fedsieve patch 1"
 HEAD = "head."
+
+
+class SavedModel(NamedTuple):
+    """A trained model with the experiment it comes from. Its metadata: class_names, mean, std and, of a patch, record."""
+
+    experiment: Experiment
+    model: Classifier
+    metadata: dict[str, Any]
 
 
 def read_experiment(folder: Path) -> Experiment:
@@ -43,8 +51,8 @@ def save_model(file: Path, setup: Setup) -> None:
     write_atomic(file, with_notes(safetensors.torch.save(tensors), metadata))
 
 
-def load_model(folder: Path) -> tuple[Experiment, Classifier, dict[str, Any]]:
-    """The experiment, the chosen model and its metadata (class_names, mean, std) of a finished run folder."""
+def load_model(folder: Path) -> SavedModel:
+    """The chosen model of a finished run folder."""
     experiment = read_experiment(folder)
     file = folder / FINAL
     if not file.exists():
@@ -60,53 +68,15 @@ def load_model(folder: Path) -> tuple[Experiment, Classifier, dict[str, Any]]:
         model.load_state_dict(tensors)
     except (safetensors.SafetensorError, KeyError, RuntimeError, json.JSONDecodeError, AttributeError) as error:
         raise FedsieveError(f"{file}: damaged: {str(error).splitlines()[0][:200]}", 1) from None
-    return experiment, model, metadata
-
-
-def export(source: Path, to: Path, backbone_only: bool, sparse: bool, weights: str | None, display: Display) -> str:
-    """Write the model of a run folder or of a patch, and say what was written and how to load it.
-
-    The file has timm's names, LoRA merged into its weights, and it is made sure that timm takes it; with `sparse` it is
-    a patch on the pretrained weights, LoRA and adapters as they are.
-    """
-    import timm
-
-    if to.suffix != ".safetensors":
-        raise FedsieveError(f"--to: {to} should end in .safetensors")
-    if sparse and (backbone_only or source.is_file()):
-        raise FedsieveError("--sparse makes a patch of a run folder, head included: it goes with no other choice")
-    if sparse:
-        mask = save_patch(source, to, display)
-        share = f"{mask.count:,} of {mask.space.size:,} backbone weights changed ({100 * mask.density:.1f} %)"
-        return f"{to}: {to.stat().st_size:,} bytes; {share}\n`fedsieve export {to} --to FULL.safetensors` lays it on the pretrained weights"
-    if weights and not source.is_file():
-        raise FedsieveError("--weights goes with a patch: a run folder has all its weights")
-    experiment, model, metadata = load_patch(source, weights, display) if source.is_file() else load_model(source)
-    merge_lora(model)
-    classes = 0 if backbone_only else len(metadata["class_names"])
-    tensors = timm_tensors(model, with_head=not backbone_only)
-    options = {"num_classes": classes, **timm_options(experiment.model, experiment.data.size)}
-    architecture = experiment.model.backbone.partition(".")[0]
-    try:
-        timm.create_model(architecture, **options).load_state_dict(tensors)
-    except (TypeError, RuntimeError) as error:
-        raise FedsieveError(
-            f"export: timm's {architecture} does not take these weights: {str(error)[:300]}", 1
-        ) from None
-    notes = {"class_names": json.dumps(metadata["class_names"])}
-    write_atomic(to, with_notes(safetensors.torch.save(tensors), notes))
-    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    return (
-        f'{to}: {to.stat().st_size:,} bytes\ntimm.create_model("{architecture}", {arguments}, checkpoint_path="{to}")'
-    )
+    return SavedModel(experiment, model, metadata)
 
 
 # --- patches --------------------------------------------------------------------------------------------------------
 
 
-def save_patch(folder: Path, file: Path, display: Display) -> Mask:
-    """Write a finished run's model as a patch on its pretrained weights; gives the mask of what changed."""
-    experiment, model, metadata = load_model(folder)
+def make_patch(saved: SavedModel, notes: Mapping[str, str], display: Display) -> tuple[bytes, Mask]:
+    """A model as a patch on its pretrained weights, with more `notes` in its metadata; and the mask of what changed."""
+    experiment, model, metadata = saved
     base = _pretrained(experiment, len(metadata["class_names"]), display)
     space = ParamSpace.of(base.backbone)
     before, after = space.read(base.backbone), space.read(model.backbone)
@@ -114,21 +84,18 @@ def save_patch(folder: Path, file: Path, display: Display) -> Mask:
     mask = Mask.from_bool(space, changed)
     tensors = {"mask": torch.from_numpy(np.array(mask.bits)), "values": after[changed]}
     tensors |= {HEAD + name: tensor.contiguous() for name, tensor in model.head.state_dict().items()}
-    notes = {
+    own = {
         "format": PATCH,
         "experiment": to_yaml(experiment),
         "metadata": json.dumps(metadata),
         "base": digest(base.backbone),
         "result": digest(model),
     }
-    write_atomic(file, with_notes(safetensors.torch.save(tensors), notes))
-    return mask
+    return with_notes(safetensors.torch.save(tensors), {**notes, **own}), mask
 
 
-def load_patch(
-    file: Path, weights: str | None = None, display: Display | None = None
-) -> tuple[Experiment, Classifier, dict[str, Any]]:
-    """The experiment, the model and its metadata of a patch, laid on the pretrained weights it was made from.
+def load_patch(file: Path, weights: str | None = None, display: Display | None = None) -> SavedModel:
+    """The model of a patch, laid on the pretrained weights it was made from.
 
     `weights` says where those are now, if not where the run had them. The result is the run's model to the bit.
     """
@@ -164,7 +131,7 @@ def load_patch(
         raise FedsieveError(f"{file}: damaged: {str(error).splitlines()[0]}", 1) from None
     if digest(model) != result:
         raise FedsieveError(f"{file}: damaged: the patched model is not the one that was saved", 1)
-    return experiment, model, metadata
+    return SavedModel(experiment, model, metadata)
 
 
 def _pretrained(experiment: Experiment, classes: int, display: Display) -> Classifier:
