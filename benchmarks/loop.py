@@ -101,7 +101,8 @@ def _ways(
     state = StageState.start(theta.detach().clone())
     ticks = train_stage(CentralTask(stage, model, theta, feed, 0, autocast, speed=speed), state, dict)
     first = timed(lambda: next(ticks), device)
-    batch = feed.batch(np.arange(case.batch))
+    *raw, labels = feed.fetch(np.arange(case.batch))
+    batch = feed.inputs(*raw), labels
     optimizer = torch.optim.SGD([theta], lr=1e-3, momentum=0.9, fused=False)
     gradient = Replay(forward_backward(model, theta, autocast, speed), on=speed != "eager")
 

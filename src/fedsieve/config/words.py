@@ -139,7 +139,7 @@ class NoCorrection(Correction):
 class FedProx(Correction):
     """a pull of `mu` towards the received weights"""
 
-    word, home = "fedprox", "fedsieve.federation.executors:fedprox"
+    word, home = "fedprox", "fedsieve.train.local_step:fedprox"
 
     mu: NonNegative = setting(0.01, "weight of the distance to the global model")
 
@@ -525,6 +525,10 @@ class CrossEntropy(ObjectiveChoice):
     word, home = "cross_entropy", "fedsieve.train.objectives:cross_entropy"
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"smoothing": self.label_smoothing} if self.label_smoothing else {}
 
 
 class MeanSquaredError(ObjectiveChoice):

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Sieve
@@ -17,18 +15,30 @@ from fedsieve.federation.least_squares import LOSSES, losses_at_scales, statisti
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
-from fedsieve.train.loop import predict
+from fedsieve.train.loop import measure_each
+from fedsieve.train.objectives import Recipe
 
-METRICS = ParamSpace(("metrics",), ((2,),))  # loss and correct answers, summed
+
+def metrics_space(columns: int) -> ParamSpace:
+    """Where the sums of what is measured are."""
+    return ParamSpace(("metrics",), ((columns,),))
+
+
+METRICS = metrics_space(2)  # loss and correct answers, summed
 
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """Loss and correct answers of the server's model over the images that each client holds back."""
+    """What a recipe measures of the server's model, such as loss and accuracy, over examples that each client holds back."""
 
     round: int
+    recipe: Recipe
 
-    what, over, coding, continues = "metrics", METRICS, FP64, False
+    what, coding, continues = "metrics", FP64, False
+
+    @property
+    def over(self) -> ParamSpace:
+        return metrics_space(len(self.recipe.measured))
 
     def terms(self, client: int) -> Mapping[str, Any]:
         """Nothing but the masks in use, which every such question names."""
@@ -40,13 +50,11 @@ class Metrics:
             return
         people, task = place.context.population, place.task
         held = task.feed.take(np.concatenate([people.validation(client) for client in clients]))
-        logits = predict(task.model, held, task.autocast).double()
-        loss, correct = F.cross_entropy(logits, held.labels, reduction="none"), logits.argmax(1) == held.labels
-        if not bool(loss.isfinite().all()):
-            raise NotFinite("the loss on images that clients hold back is not finite")
+        values = measure_each(task.model, held, task.autocast, self.recipe)
+        if not bool(values[:, 0].isfinite().all()):
+            raise NotFinite("the loss on examples that clients hold back is not finite")
         ns = people.held[list(clients)].tolist()
-        sums = [part.sum(0) for part in torch.stack([loss, correct], 1).split(ns)]
-        yield from zip(clients, sums, ns, strict=True)
+        yield from zip(clients, (part.sum(0) for part in values.split(ns)), ns, strict=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.mask.selection import attention_heads, can_last, select
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
-from fedsieve.train.feed import Feed
+from fedsieve.train.feed import Examples
 from fedsieve.train.sieve import Measure, Scoring, taking_part
 
 
@@ -70,7 +70,7 @@ class Calibration:
         rows = generator(seed, "fisher rows", *self.address).permutation(len(held))[: self.sieve.fisher.samples]
         return self._scoring(held).measure(rows, *self.address)(what, active, number)
 
-    def _scoring(self, feed: Feed) -> Scoring:
+    def _scoring(self, feed: Examples) -> Scoring:
         context = self.context
         return Scoring(self.sieve, context.model, self.space, feed, context.autocast, context.experiment.seed)
 

@@ -51,7 +51,7 @@ class Refusal:
 class Worked:
     """What some clients did in their local training, accepted or not."""
 
-    sums: Tensor  # (clients, 3) float64: loss and correct answers summed over the images seen, and their number
+    sums: Tensor  # (clients, 3) float64, over examples seen: loss, correct answers where they are counted, and number
     squares: Tensor  # (spans, clients) float64: how far each span of weights went, squared
     seconds: float
     astray: int = 0  # further clients whose numbers are not finite
@@ -221,7 +221,8 @@ class Effort:
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
         self.trained = self.astray = 0
-        self.loss = self.correct = self.images = self.seconds = self.drift = 0.0
+        self.loss = self.images = self.seconds = self.drift = 0.0
+        self.correct: float | None = None  # where it is counted
         self.drift_by_block: dict[str, float] = {}
 
     def add(self, worked: Worked) -> None:
@@ -236,8 +237,9 @@ class Effort:
         sums, squares = worked.sums.cpu(), worked.squares.cpu()
         sound = squares.sum(0).isfinite() & sums.isfinite().all(1)
         squares = squares[:, sound]
-        loss, correct, images = sums[sound].sum(0).tolist()
-        self.loss, self.correct, self.images = self.loss + loss, self.correct + correct, self.images + images
+        loss, *correct, images = sums[sound].sum(0).tolist()
+        self.loss, self.images = self.loss + loss, self.images + images
+        self.correct = (self.correct or 0.0) + correct[0] if correct else None
         drift = squares.sum(0).sqrt().sum().item()
         by_block: dict[str, Tensor] = {}
         for (name, _, _), part in zip(self.spans, squares, strict=True):
@@ -260,7 +262,7 @@ class Effort:
         if self.images:
             fields |= {
                 "train_loss": self.loss / self.images,
-                "train_accuracy": self.correct / self.images,
+                "train_accuracy": None if self.correct is None else self.correct / self.images,
                 "images_per_second": self.images / max(self.seconds, 1e-9),
             }
         if self.trained:

@@ -18,7 +18,6 @@ from fedsieve.federation.team import Batch, Desk, Pace, Request, Split, Team
 from fedsieve.federation.work import Work
 from fedsieve.model.build import Classifier, OnFeatures
 from fedsieve.model.space import ParamSpace
-from fedsieve.train.feed import Feed
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,17 @@ class Begin(Request):
         )
 
     def perform(self, desk: Desk) -> Iterator[Batch]:
-        assert isinstance(desk.model, Classifier)
         device = desk.train.labels.device
         space = ParamSpace.of(desk.model, self.names)
         theta = space.bind(desk.model)
         features = None if self.features is None else self.features.to(device)
-        feed = Feed(desk.train.store, desk.train.transform, self.rows, self.labels.to(device), features)
-        forward = desk.model if features is None else OnFeatures(desk.model.head)
-        task = Task(forward, space, theta, feed, self.optimizer, self.correction, desk.autocast, desk.speed)
+        feed, forward = desk.train.over(self.rows, self.labels.to(device), features), desk.model
+        if features is not None:
+            assert isinstance(desk.model, Classifier)
+            forward = OnFeatures(desk.model.head)
+        task = Task(
+            forward, space, theta, feed, self.optimizer, self.correction, desk.autocast, desk.speed, desk.recipe
+        )
         support = None if self.support is None else self.support.to(device)
         desk.executor = make_executor(self.kind, task, support, self.clients, self.batch, lambda _: None)
         return iter(())
@@ -168,7 +170,7 @@ def spread(
         context.team.update()
         yield from context.team.spread(costs, request, bytes_each)
         return
-    desk = Desk(context.model, context.train, context.autocast, context.speed, context.experiment.seed)
+    desk = Desk(context.model, context.train, context.autocast, context.speed, context.experiment.seed, context.recipe)
     for place in range(len(costs)):
         for batch in request([place]).perform(desk):
             yield range(place, place + 1), batch

@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Correction, Optimizer
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.work import Work, side_by_side
+from fedsieve.model.calling import Inputs
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack, computed_in
-from fedsieve.train.feed import Autocast, Feed
-from fedsieve.train.optimizers import gradient_factor
+from fedsieve.train.feed import Autocast, Examples
+from fedsieve.train.local_step import bounded, corrected, pulled, settings_of, sums_of
+from fedsieve.train.objectives import PLAIN, Recipe, correct, named, widened
 from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
 
 
@@ -31,11 +32,12 @@ class Task:
     model: nn.Module  # what is called on the feed's inputs: the classifier, or its head on features
     space: ParamSpace
     theta: Tensor  # the space's bound vector: writing to it changes the model
-    feed: Feed
+    feed: Examples
     optimizer: Optimizer
     correction: Correction
     autocast: Autocast
     speed: Speed = "eager"
+    recipe: Recipe = PLAIN
 
 
 Rows = Tensor | Callable[[range], Tensor | None]  # of clients, (clients, k), or what makes them of some clients' places
@@ -63,7 +65,7 @@ class Trained:
 
     clients: range  # their places in the cohort
     moved: Tensor  # (clients, k): how far each value went
-    sums: Tensor  # (clients, 3) float64: loss and correct answers summed over the images seen, and their number
+    sums: Tensor  # (clients, 3) float64, over examples seen: loss, correct answers where they are counted, and number
     gradients: Tensor | None = None  # (clients, k): the mean raw gradient, where a control variate needs it
 
 
@@ -81,7 +83,7 @@ class Sequential:
     def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
         """Each client's result, as soon as it is there."""
         task, theta = self.task, self.task.theta
-        settings = _settings(task.optimizer, lr)
+        settings = settings_of(task.optimizer, lr)
         update = task.optimizer.piece
         start_of_round = self._take(theta.detach()).clone()
         teacher = _teacher(task)
@@ -93,33 +95,28 @@ class Sequential:
             )
             assert start is not None
             weights, state = start.clone(), dict[str, Any]()
-            sums = torch.zeros(3, dtype=torch.float64, device=theta.device)
+            sums = torch.zeros(task.recipe.training_columns, dtype=torch.float64, device=theta.device)
             total = torch.zeros_like(start) if task.correction.kind == "scaffold" else None
             for step in range(work.steps):
                 there = work.examples[step] >= 0
                 draws = None if work.draws is None else torch.from_numpy(work.draws[step][there]).to(theta.device)
-                images, labels = task.feed.fetch(work.examples[step][there])
-                inputs = task.feed.inputs(images, draws)
+                *raw, labels = task.feed.fetch(work.examples[step][there])
+                inputs = task.feed.inputs(*raw, *([] if draws is None else [draws]))
                 self._put(start_of_round)
                 distant = teacher(inputs) if teacher else None
                 self._put(weights)
                 theta.grad.zero_()  # type: ignore[union-attr]
-                with task.autocast():
-                    logits = task.model(inputs)
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                loss = _losses(logits, labels, distant, task.correction).mean()
+                loss, seen = self._loss(inputs, labels, distant)
                 loss.backward()
-                sums += _sums(logits.detach()[None], labels[None], torch.ones_like(labels, dtype=torch.bool)[None])[0]
+                sums += seen
                 with torch.no_grad():
                     assert theta.grad is not None
                     gradient = self._take(theta.grad)
                     if total is not None:
                         total += gradient
                     dense = theta.grad.square().sum() - gradient.square().sum() if task.optimizer.rescale else None
-                    gradient = _corrected(gradient, weights, start, task.correction, control)
-                    gradient = _bounded(gradient[None], None if dense is None else dense[None], holds, task.optimizer)[
-                        0
-                    ]
+                    gradient = corrected(gradient, weights, start, task.correction, control)
+                    gradient = bounded(gradient[None], None if dense is None else dense[None], holds, task.optimizer)[0]
                     before = weights.clone() if holds is not None else None
                     update(weights, gradient, state, settings)
                     if holds is not None:
@@ -127,6 +124,22 @@ class Sequential:
             gradients = None if total is None else (total / work.steps)[None]
             yield Trained(range(number, number + 1), (weights - start)[None], sums[None], gradients)
         self._put(start_of_round)
+
+    def _loss(self, inputs: Inputs, labels: Tensor, distant: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The mean loss of a batch, and its sums of `Trained`."""
+        task, recipe = self.task, self.task.recipe
+        if not recipe.on_outputs:
+            with task.autocast():
+                losses = recipe.model_losses(task.model, inputs, labels).float()
+            losses = losses.expand(len(labels)) if losses.dim() == 0 else losses
+            return losses.mean(), sums_of(losses, None, torch.ones_like(losses, dtype=torch.bool)[None])[0]
+        with task.autocast():
+            outputs = task.model(inputs)
+        outputs = widened(outputs)
+        losses = recipe.losses(outputs, labels)
+        right = correct(outputs, labels) if recipe.accuracy else None
+        sums = sums_of(losses, right, torch.ones_like(losses, dtype=torch.bool)[None])[0]
+        return pulled(losses, outputs, labels, distant, task.correction).mean(), sums
 
     def _take(self, vector: Tensor) -> Tensor:
         return vector if self.support is None else vector.index_select(0, self.support)
@@ -182,18 +195,19 @@ class Stacked:
             self.stack.trial(inputs)
 
     @torch.enable_grad()
-    def _differentiate(self, images: Tensor, labels: Tensor, there: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
+    def _differentiate(self, labels: Tensor, there: Tensor, *raw: Tensor) -> tuple[Tensor, ...]:
         """Gradients (clients, k) at `weights`, the sums of `Trained`, and the squared norm of what was not asked for."""
         task, clients = self.task, self.clients
         self.stack.load(self.weights)
         with torch.no_grad():
-            inputs = task.feed.inputs(images, *draws)
+            inputs = task.feed.inputs(*raw)
             distant = self.teacher(inputs) if self.teacher else None
         with task.autocast():
-            logits = self.stack(inputs)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = _losses(logits, labels, distant, task.correction).view(clients, -1)
-        counted = there.view(clients, -1)
+            outputs = self.stack(inputs)
+        outputs, counted = widened(outputs), there.view(clients, -1)
+        plain = task.recipe.losses(outputs, labels)
+        sums = sums_of(plain, correct(outputs, labels) if task.recipe.accuracy else None, counted)
+        losses = pulled(plain, outputs, labels, distant, task.correction).view(clients, -1)
         means = torch.where(counted, losses, 0).sum(1) / counted.sum(1).clamp(min=1)
         dense = self.stack.gradients(means.sum())
         gradient = self.stack.gather(dense, self.weights)
@@ -201,11 +215,7 @@ class Stacked:
         if task.optimizer.rescale:
             rest = torch.stack([part.to(gradient.dtype).square().sum(1) for part in dense]).sum(0)
             rest = rest - gradient.square().sum(1)
-        return (
-            gradient,
-            _sums(logits.detach().view(clients, -1, logits.shape[-1]), labels.view(clients, -1), counted),
-            rest,
-        )
+        return gradient, sums, rest
 
     def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
         """The results of as many clients as are stacked, one group after the other."""
@@ -249,21 +259,21 @@ class Stacked:
         placed = None if draws is None else torch.from_numpy(draws).to(device)
         steps = [work.steps for work in works]
         active = torch.tensor([*steps, *[0] * (self.clients - len(works))], device=device)
-        settings, state = _settings(task.optimizer, lr), dict[str, Any]()
+        settings, state = settings_of(task.optimizer, lr), dict[str, Any]()
         update = task.optimizer.piece
-        sums = torch.zeros(self.clients, 3, dtype=torch.float64, device=device)
+        sums = torch.zeros(self.clients, task.recipe.training_columns, dtype=torch.float64, device=device)
         total = torch.zeros_like(begin) if task.correction.kind == "scaffold" else None
         for step in range(max(steps)):
-            images, labels = task.feed.fetch(examples[step].reshape(-1).clip(0))
+            *raw, labels = task.feed.fetch(examples[step].reshape(-1).clip(0))
             extra = () if placed is None else (placed[step].flatten(0, 1),)
-            gradient, seen, rest = self.gradient(images, labels, present[step].flatten(), *extra)
+            gradient, seen, rest = self.gradient(labels, present[step].flatten(), *raw, *extra)
             sums += seen
             going = None if step < min(steps) else (step < active)[:, None]
             if total is not None:
                 total += gradient if going is None else gradient * going
             before = self.weights.clone() if holds is not None or going is not None else None
-            gradient = _corrected(gradient, self.weights, begin, task.correction, control)
-            gradient = _bounded(gradient, rest if task.optimizer.rescale else None, holds, task.optimizer)
+            gradient = corrected(gradient, self.weights, begin, task.correction, control)
+            gradient = bounded(gradient, rest if task.optimizer.rescale else None, holds, task.optimizer)
             update(self.weights, gradient, state, settings)
             if before is not None:
                 kept = holds if going is None else going if holds is None else holds & going
@@ -284,6 +294,8 @@ def make_executor(
     """The asked executor; a network that cannot be stacked trains one client after another, with a warning."""
     if kind == "stacked":
         try:
+            if not task.recipe.on_outputs:
+                raise FedsieveError(f"the objective {named(task.recipe.objective)} needs the model")
             executor = Stacked(task, support, clients, batch, say)
             executor.check()
             if task.speed in COMPILING:
@@ -291,7 +303,7 @@ def make_executor(
             return executor
         except FedsieveError as error:
             warnings.warn(
-                f"executor: this network cannot be stacked ({error}): clients train one after another, slower",
+                f"executor: clients cannot be stacked ({error}), and train one after another, slower",
                 stacklevel=2,
             )
             for name, parameter in task.model.named_parameters():
@@ -306,17 +318,6 @@ def _inside(task: Task) -> set[str]:
     return {name for name, parameter in task.model.named_parameters() if low <= parameter.data_ptr() < high}
 
 
-def _settings(optimizer: Optimizer, lr: float) -> dict[str, Any]:
-    """What the updates read."""
-    return {
-        "lr": lr,
-        "momentum": optimizer.momentum,
-        "weight_decay": optimizer.weight_decay,
-        "eps": 1e-8,
-        **optimizer.fields,
-    }
-
-
 def _rows(rows: Rows | None, members: range) -> Tensor | None:
     if rows is None or callable(rows):
         return rows and rows(members)
@@ -328,61 +329,14 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return rows if len(rows) == count else torch.cat([rows, rows[:1].expand(count - len(rows), *rows.shape[1:])])
 
 
-def _corrected(
-    gradient: Tensor, weights: Tensor, start: Tensor, correction: Correction, control: Tensor | None
-) -> Tensor:
-    """The gradient with FedProx's pull to the start, or SCAFFOLD's control variates."""
-    if correction.home is not None:
-        gradient = correction.made()(gradient, weights, start)
-    return gradient if control is None else gradient + control
-
-
-def fedprox(gradient: Tensor, weights: Tensor, start: Tensor, *, mu: float = 0.01) -> Tensor:
-    """A pull to the weights that the client received (Li et al. 2020)."""
-    return gradient.add(weights - start, alpha=mu)
-
-
-def _bounded(gradient: Tensor, rest: Tensor | None, holds: Tensor | None, optimizer: Optimizer) -> Tensor:
-    """Gradients (clients, k) held to what each client may move, rescaled and clipped client by client."""
-    whole = gradient.square().sum(1)
-    if holds is not None:
-        gradient = torch.where(holds, gradient, 0)
-    if optimizer.clip_norm is None and optimizer.rescale is None:
-        return gradient
-    norm = torch.linalg.vector_norm(gradient, dim=1)
-    dense = None if rest is None else (whole + rest.clamp(min=0)).sqrt()
-    return gradient * gradient_factor(norm, dense, optimizer.rescale, optimizer.clip_norm)[:, None]
-
-
-def _teacher(task: Task) -> Callable[[Tensor], Tensor] | None:
+def _teacher(task: Task) -> Callable[[Inputs], Tensor] | None:
     """The round's global model, for FedNTD: what the model is before a client's weights are laid over it."""
     if task.correction.kind != "fedntd":
         return None
 
     @torch.no_grad()
-    def teach(inputs: Tensor) -> Tensor:
+    def teach(inputs: Inputs) -> Tensor:
         with task.autocast():
-            logits = task.model(inputs)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return widened(task.model(inputs))
 
     return teach
-
-
-def _losses(logits: Tensor, labels: Tensor, distant: Tensor | None, correction: Correction) -> Tensor:
-    """The loss of every image; with FedNTD (Lee et al. 2022), plus the distance of the wrong answers' distribution."""
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    if distant is None:
-        return losses
-    beta, tau = correction.fields["beta"], correction.fields["tau"]
-    true = F.one_hot(labels, logits.shape[-1]).bool()
-    ours, theirs = ((values / tau).masked_fill(true, -1e4).log_softmax(-1) for values in (logits, distant))
-    distance = (theirs.exp() * (theirs - ours)).masked_fill(true, 0).sum(-1)
-    return losses + beta * tau**2 * distance
-
-
-def _sums(logits: Tensor, labels: Tensor, there: Tensor) -> Tensor:
-    """(clients, 3) float64: cross-entropy and correct answers summed over the images that are there, and their number."""
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    correct = logits.argmax(-1) == labels
-    parts = [torch.where(there, losses, 0), torch.where(there, correct, 0), there]
-    return torch.stack([part.double().sum(1) for part in parts], 1)

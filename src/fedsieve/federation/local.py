@@ -22,7 +22,7 @@ from fedsieve.federation.vectors import squares_by_span
 from fedsieve.federation.work import Draws, Work, local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.privacy.secagg import Arrival, in_process
-from fedsieve.train.feed import Feed
+from fedsieve.train.feed import Examples
 from fedsieve.wire.codec import Coding, Decoded, MessageError
 
 
@@ -133,7 +133,7 @@ class LocalClients:
         self,
         context: Context,
         stage: str,
-        feed: Feed,
+        feed: Examples,
         channel: Channel,
         training: Training | None = None,
         final: bool = True,

@@ -38,7 +38,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.model.build import Classifier, OnFeatures, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.secagg import OVERHEAD, PHASES, SumClient, threshold_of
-from fedsieve.train.feed import Feed, with_features
+from fedsieve.train.feed import Examples, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, predict
 from fedsieve.train.sieve import starting_mask
 from fedsieve.wire.codec import Coding
@@ -135,7 +135,7 @@ class NodeMemory:
 class Node:
     """Client number `client`, whose images are `context.train`, and at the end `test`; its files are in `folder`."""
 
-    def __init__(self, context: Context, client: int, folder: Path, test: Callable[[], Feed]) -> None:
+    def __init__(self, context: Context, client: int, folder: Path, test: Callable[[], Examples]) -> None:
         self.context, self.client, self.folder, self.test = context, client, folder, test
         self.warned: set[str] = set()  # stages in which values of its updates were clipped
         self.stages = {stage.name: stage for stage in context.experiment.stages}
@@ -251,7 +251,7 @@ class Question:
         model, head = self.node.model, self.head
         forward: nn.Module = model
         feed = self.context.train
-        if self.stage.train == "head" and not feed.transform.random:
+        if self.stage.train == "head" and not feed.random:
             feed, forward = self._features(), OnFeatures(model.head)
         theta, correction = self.space.bind(model), self.context.population.settings.correction
         task = Task(
@@ -263,6 +263,7 @@ class Question:
             correction,
             self.context.autocast,
             self.context.speed,
+            self.context.recipe,
         )
         book = self._book(theta)
         parts = client_parts(self.context, book)
@@ -324,16 +325,18 @@ class Question:
     def _say_effort(self, clients: LocalClients, worked: Worked) -> None:
         """Send what the server shows of training: loss, correct answers, images, and how far each block's weights went."""
         spans = clients.training.book.spans
-        squares, over = worked.squares[:, 0], effort_space(spans)
+        squares, over = worked.squares[:, 0], effort_space(spans, self.context.recipe)
         values = over.flatten({"sums": worked.sums[0].cpu(), "squares": squares})
         self.channel.up(Parcel("effort", self.head["round"], over, FP64), [self.client], values[None], [0])
-        loss, correct, images = worked.sums[0].tolist()
+        loss, *correct, images = worked.sums[0].tolist()
         drift = {name: square**0.5 for (name, _, _), square in zip(spans, squares.tolist(), strict=True)}
-        self.outbox.notes[-1]["metrics"] = {"loss": loss, "correct": correct, "images": images, "drift": drift}
+        self.outbox.notes[-1]["metrics"] = {"loss": loss, "images": images, "drift": drift}
+        if correct:
+            self.outbox.notes[-1]["metrics"]["correct"] = correct[0]
 
     def metrics(self) -> None:
         """Measure the server's weights on images that the node never trains on, and keep them for its own round."""
-        self._answer(Metrics(self.head["round"]), self._clients())
+        self._answer(Metrics(self.head["round"], self.context.recipe), self._clients())
         self.memory.put(self.head["round"], {RECEIVED: self.received})
 
     def scores(self) -> None:
@@ -396,7 +399,7 @@ class Question:
         """The node's one client with features instead of images."""
         return LocalClients(self.context, self.stage.name, self._features(), self.channel)
 
-    def _features(self) -> Feed:
+    def _features(self) -> Examples:
         """All images as features of the backbone as it is."""
         return with_features(self.context.train, self.node.model.backbone, EVALUATION_BATCH, self.context.autocast)
 

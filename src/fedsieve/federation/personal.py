@@ -28,7 +28,7 @@ from fedsieve.model.adapters import part_of
 from fedsieve.model.build import Classifier, OnFeatures, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
-from fedsieve.train.feed import Feed, with_features
+from fedsieve.train.feed import Examples, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, predict
 
 AT_A_TIME = 64  # clients that have a mask of their own in memory
@@ -58,7 +58,7 @@ class PersonalModels:
         context: Context,
         clients: np.ndarray,
         mask: Mask | None,
-        test: Feed,
+        test: Examples,
         save: Callable[[PersonalMethod], None] = lambda _: None,
     ) -> None:
         """`save` is called while the model has the weights of a client."""
@@ -119,14 +119,16 @@ class PersonalModels:
             yield number, blended(self.context, start, client, self.stage.name)
 
     def _trained(
-        self, method: PersonalMethod, space: ParamSpace, theta: Tensor, support: Tensor | None, feed: Feed
+        self, method: PersonalMethod, space: ParamSpace, theta: Tensor, support: Tensor | None, feed: Examples
     ) -> Iterator[tuple[int, Tensor]]:
         """Each client's number and the values (k,) that it ends with, as soon as they are there."""
         context, settings, seed = self.context, self.settings, self.context.experiment.seed
         sieve = self._own_sieve(method)
         start = theta.detach().clone() if support is None else theta.detach()[support]
         forward, optimizer = self._on(feed), self._optimizer(method)
-        task = Task(forward, space, theta, feed, optimizer, Correction(), context.autocast, context.speed)
+        task = Task(
+            forward, space, theta, feed, optimizer, Correction(), context.autocast, context.speed, context.recipe
+        )
         executor = cohort_executor(
             context,
             task,
@@ -167,19 +169,19 @@ class PersonalModels:
         return [masks[client] for client in clients]
 
     @cached_property
-    def _features(self) -> tuple[Feed, Feed]:
+    def _features(self) -> tuple[Examples, Examples]:
         """Own and test images as features of the global backbone; own ones stay images where they change at random."""
         backbone, autocast = self.model.backbone, self.context.autocast
         test = with_features(self.test, backbone, EVALUATION_BATCH, autocast)
-        if self.train.transform.random:
+        if self.train.random:
             return self.train, test
         return with_features(self.train, backbone, EVALUATION_BATCH, autocast), test
 
-    def _on(self, feed: Feed) -> nn.Module:
+    def _on(self, feed: Examples) -> nn.Module:
         """What is called on the inputs of a feed."""
         return self.model if feed.features is None else OnFeatures(self.model.head)
 
-    def _accuracy(self, client: int, test: Feed) -> float:
+    def _accuracy(self, client: int, test: Examples) -> float:
         """The accuracy of the model as it is, on the test images of the client's classes, weighted to its shares."""
         weights = label_weights(self.context.population.counts, client, self.test_labels)
         rows = np.flatnonzero(weights > 0)

@@ -19,6 +19,7 @@ from fedsieve.federation.state import ServerContext
 from fedsieve.federation.vectors import Span
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.secagg import Arrival
+from fedsieve.train.objectives import PLAIN, Recipe
 from fedsieve.wire.codec import Coding, Decoded, MessageError
 from fedsieve.wire.envelope import unwrap, wrap
 
@@ -28,9 +29,9 @@ PROBLEMS = ("memory", "run", ASTRAY)  # reasons a node may give in a word; other
 Answer = dict[str, bytes] | MessageError  # messages by what they are
 
 
-def effort_space(spans: Sequence[Span]) -> ParamSpace:
+def effort_space(spans: Sequence[Span], recipe: Recipe = PLAIN) -> ParamSpace:
     """The layout of what a node says of its training: loss, correct answers and images, and squared distances by span."""
-    return ParamSpace(("sums", "squares"), ((3,), (len(spans),)))
+    return ParamSpace(("sums", "squares"), ((recipe.training_columns,), (len(spans),)))
 
 
 def personal_space(methods: int) -> ParamSpace:
@@ -228,7 +229,7 @@ class RemoteClients:
     def _worked(self, client: int, round: int, answer: Answer) -> Worked:
         """What a node did; one that went astray says nothing finite."""
         assert self.book is not None
-        over = effort_space(self.book.spans)
+        over = effort_space(self.book.spans, self.context.recipe)
         reply = self.mailbox.take(Parcel("effort", round, over, FP64), client, answer, self.device)
         if isinstance(reply, MessageError):
             return Worked(torch.empty(0, 3), torch.empty(0, 0), 0.0, int(reply.reason == ASTRAY))

@@ -24,7 +24,7 @@ from fedsieve.federation.state import ServerContext, ServerState
 from fedsieve.federation.sums import Sums
 from fedsieve.model.build import Classifier
 from fedsieve.model.space import ParamSpace
-from fedsieve.train.feed import Feed
+from fedsieve.train.feed import Examples
 from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.record import Record
 
@@ -85,9 +85,9 @@ class RidgeHead:
         context: ServerContext,
         stage: Stage,
         space: ParamSpace,
-        feeds: Callable[[], tuple[Feed, Feed]],
-        connect: Callable[[Feed, ServerState], Clients],
-        validate: Callable[[Feed], dict[str, float]],
+        feeds: Callable[[], tuple[Examples, Examples]],
+        connect: Callable[[Examples, ServerState], Clients],
+        validate: Callable[[Examples], dict[str, float]],
     ) -> None:
         """`feeds` gives training and validation images as features of the backbone, and `connect` clients that have these."""
         assert isinstance(context.model, Classifier)
@@ -118,7 +118,7 @@ class RidgeHead:
         record.seconds = state.seconds = time.perf_counter() - clock
         yield Tick(1, 1, record)
 
-    def _solved(self, clients: Clients, members: list[int], validation: Feed) -> Solved:
+    def _solved(self, clients: Clients, members: list[int], validation: Examples) -> Solved:
         sums = Sums(self.context, clients, self.stage.name, self.state.theta.device)
         classes, width = self.space.shapes[self.space.names.index("head.weight")]
         solver = Solver(

@@ -29,7 +29,7 @@ from fedsieve.federation.sums import Sums
 from fedsieve.federation.vectors import pieces
 from fedsieve.mask.mask import Mask
 from fedsieve.train.loop import Tick
-from fedsieve.train.record import Record
+from fedsieve.train.record import Record, merit
 from fedsieve.train.schedule import learning_rate
 from fedsieve.train.sieve import Measure
 from fedsieve.wire.codec import Coding
@@ -247,24 +247,26 @@ class Rounds:
         self.broadcast(reached, number - 1)
         self.book.state.ahead = reached
         try:
-            total, count = self.sums(Metrics(number - 1), reached, needed=False)
+            total, count = self.sums(ask := Metrics(number - 1, self.context.recipe), reached, needed=False)
         except NotFinite:
             self._diverged(number)
         if not count:
             return {}
-        return dict(zip(("client_val_loss", "client_val_accuracy"), (total / count).tolist(), strict=True))
+        means = zip(ask.recipe.measured, (total / count).tolist(), strict=True)
+        return {f"client_val_{name}": mean for name, mean in means}
 
     def choose(self, record: Record, last: bool) -> None:
         """Keep the weights of the best round so far, and see whether the stage is over."""
         state = self.state
-        by = "val_accuracy" if len(self.context.validation) else "client_val_accuracy"
-        if by in record and (state.best is None or record[by] > state.chosen[by]):
+        by = "val" if len(self.context.validation) else "client_val"
+        found, best = merit(record, by), merit(state.chosen, by)
+        if found is not None and (state.best is None or best is None or found > best):
             state.best = state.theta.clone()
             self._note_choice()
             state.chosen = record.starting_with("val_", "client_val_")
         patience = self.stage.early_stopping
         waited = state.round - (state.best_at or 0)
-        state.done = last or (patience is not None and by in record and waited >= patience)
+        state.done = last or (patience is not None and found is not None and waited >= patience)
         if state.done and state.best is None:
             self._note_choice()
 

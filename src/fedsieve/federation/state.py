@@ -15,7 +15,8 @@ from fedsieve.federation.team import Team
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.dp import Account
-from fedsieve.train.feed import Autocast, Feed
+from fedsieve.train.feed import Autocast, Examples
+from fedsieve.train.objectives import PLAIN, Recipe
 from fedsieve.train.replay import Speed
 from fedsieve.wire.ledger import Ledger
 
@@ -127,14 +128,15 @@ class Context:
     population: Population
     model: nn.Module  # the whole classifier
     initial: Mapping[str, Tensor]  # its weights as every device has them from the beginning
-    train: Feed  # images, also where a stage trains on features
-    validation: Feed
+    train: Examples  # images, also where a stage trains on features
+    validation: Examples
     autocast: Autocast
     speed: Speed
     executor: str  # of one process: sequential or stacked
     memory: ClientMemory
     say: Callable[[str], None] = lambda _: None
     team: Team | None = None  # the ranks that share the work; None: this process is alone
+    recipe: Recipe = PLAIN
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
         """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from fedsieve.errors import FedsieveError
 from fedsieve.model.space import ParamSpace
-from fedsieve.train.feed import Autocast, Feed
+from fedsieve.train.feed import Autocast, Examples
+from fedsieve.train.objectives import PLAIN, Recipe
 from fedsieve.train.replay import Speed
 
 SILENCE = 300.0  # seconds without a sign of life after which a rank is lost
@@ -43,10 +44,11 @@ class Desk:
     """What every rank has before it: the same network and the same training images."""
 
     model: nn.Module
-    train: Feed
+    train: Examples
     autocast: Autocast
     speed: Speed
     seed: int
+    recipe: Recipe = PLAIN
     executor: Any = None  # what trains clients here
 
 

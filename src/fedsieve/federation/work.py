@@ -7,7 +7,7 @@ import numpy as np
 
 from fedsieve.config import Local
 from fedsieve.randomness import generator
-from fedsieve.train.feed import Feed
+from fedsieve.train.feed import Examples
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Work:
     client: int
     examples: np.ndarray  # (steps, batch) positions in the feed
     draws: np.ndarray | None  # (steps, batch, P), the transform's random parameters; None where nothing is random
+    address: tuple[int | str, ...] = ()  # of the round's draws: the seed first
 
     @property
     def steps(self) -> int:
@@ -27,7 +28,7 @@ class Work:
 class Draws:
     """The feed that work is drawn from, and the address of the draws, such as (stage, round)."""
 
-    feed: Feed
+    feed: Examples
     seed: int
     address: tuple[int | str, ...]
 
@@ -49,11 +50,9 @@ def local_work(
     for epoch in rows:
         epoch[:size] = order.permutation(examples)
     rows = rows.reshape(-1, batch)[:steps]
-    feed, changes = draws.feed, None
-    if feed.features is None and feed.transform.random:
-        rng = generator(draws.seed, "augment", *draws.address, client)
-        changes = feed.transform.draw(rng, rows.size, *feed.store.height_width).reshape(*rows.shape, -1)
-    return Work(client, rows, changes)
+    changes = draws.feed.changes(generator(draws.seed, "augment", *draws.address, client), rows.size)
+    changes = None if changes is None else changes.reshape(*rows.shape, -1)
+    return Work(client, rows, changes, (draws.seed, *draws.address))
 
 
 def side_by_side(works: Sequence[Work], clients: int, batch: int) -> tuple[np.ndarray, np.ndarray | None]:

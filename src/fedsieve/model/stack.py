@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsieve.errors import FedsieveError
+from fedsieve.model.calling import Inputs, mapped, tensors_of
 from fedsieve.model.space import ParamSpace
 
 # Outputs, and gradients by the name of what they are taken by.
@@ -106,13 +108,14 @@ class Stack:
         ]
         return torch.cat(taken, 1)
 
-    def __call__(self, inputs: Tensor, network: Callable[..., Tensor] | None = None) -> Tensor:
+    def __call__(self, inputs: Inputs, network: Callable[..., Tensor] | None = None) -> Tensor:
         """The network's outputs for inputs (clients * batch, ...), client after client; `network` runs it, if given."""
         with self._patched():
-            bare = [self._spread(name, len(inputs) // self.clients) for name in self.bare]
+            batch = len(tensors_of(inputs)[0]) // self.clients
+            bare = [self._spread(name, batch) for name in self.bare]
             return (network or self.network)(inputs, *bare)
 
-    def _network(self, inputs: Tensor, *bare: Tensor) -> Tensor:
+    def _network(self, inputs: Inputs, *bare: Tensor) -> Tensor:
         if not bare:
             return self.model(inputs)
         # Tying would swap a parameter twice whose module is used in two places, and leave the model changed.
@@ -192,22 +195,23 @@ class Stack:
             for module in self.forwards:
                 del module.forward  # the class's own shows again
 
-    def check(self, inputs: Tensor) -> None:
+    def check(self, inputs: Inputs) -> None:
         """Refuse a network that this way of stacking gets wrong. One network is tried once per shape of `inputs` (B, ...).
 
         Two copies, with random changes to their weights and random images of their own, must give the same outputs and
         gradients together as alone. Half precision would not tell: it puts sound networks off by a tenth.
         """
         known = _FAULTS.setdefault(self.model, {})
-        key = (*self.leaves, inputs.shape[1:])
+        first, *_ = tensors = tensors_of(inputs)
+        key = (*self.leaves, *((tensor.dtype, tensor.shape[1:]) for tensor in tensors))
         if key not in known:
             # A network that draws random numbers must not move the caller's.
-            with torch.enable_grad(), torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
+            with torch.enable_grad(), torch.random.fork_rng([first.device] if first.is_cuda else []):
                 known[key] = self._fault(inputs)
         if known[key]:
             raise FedsieveError(known[key])
 
-    def _fault(self, inputs: Tensor) -> str:
+    def _fault(self, inputs: Inputs) -> str:
         """Why the network cannot be stacked; empty if it can."""
         fault = ""
         for kind, tolerance in PRECISIONS:
@@ -219,19 +223,24 @@ class Stack:
             return next(filter(None, (_difference(*pair, tolerance) for pair in pairs)), "")
         return fault
 
-    def _twins(self, inputs: Tensor, kind: torch.dtype) -> list[tuple[Results, Results]]:
+    def _twins(self, inputs: Inputs, kind: torch.dtype) -> list[tuple[Results, Results]]:
         """What each of two copies in type `kind` gives when both run together, and when it runs alone."""
         model = copy.deepcopy(self.model).to(kind).requires_grad_(False)
         twins = Stack(model, self.space, self.support, clients=2, whole=self.whole)
-        generator = torch.Generator(inputs.device).manual_seed(0)
+        device = tensors_of(inputs)[0].device
+        generator = torch.Generator(device).manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
-            return 2 * torch.rand(shape, generator=generator, device=inputs.device).to(kind) - 1
+            return 2 * torch.rand(shape, generator=generator, device=device).to(kind) - 1
+
+        def examples(tensor: Tensor) -> Tensor:
+            """Two for each copy: random numbers, or, of whole numbers such as tokens, the given ones."""
+            return noise(4, *tensor.shape[1:]) if tensor.is_floating_point() else tensor[[0, -1, -1, 0]]
 
         for leaf in twins.leaves.values():
             leaf.data += (0.1 * leaf.detach().abs().mean() + 0.01) * noise(*leaf.shape)
-        images = noise(2, 2, *inputs.shape[1:])
-        together = twins(images.flatten(0, 1)).unflatten(0, (2, -1))
+        batch = mapped(inputs, examples)
+        together = twins(batch).unflatten(0, (2, -1))
         directions = noise(*together.shape)
         gradients = twins.gradients((together * directions).sum())
         names, pairs = list(twins.leaves), []
@@ -239,7 +248,8 @@ class Stack:
         for one in (0, 1):
             for weights, leaf in zip(own, twins.leaves.values(), strict=True):
                 weights.data.copy_(leaf.detach()[one])
-            alone = model(images[one])
+            mine = slice(2 * one, 2 * one + 2)
+            alone = model(mapped(batch, itemgetter(mine)))
             if kind == torch.float64 and alone.dtype != kind:
                 raise TypeError(f"it computes in {alone.dtype}")
             if alone.shape != together[one].shape:
@@ -250,13 +260,14 @@ class Stack:
         return pairs
 
     @torch.no_grad()
-    def trial(self, inputs: Tensor) -> Tensor:
+    def trial(self, inputs: Inputs) -> Tensor:
         """What every copy makes of `inputs` (B, ...): (clients, B, ...); refuses a network that it cannot be run on.
 
         Not compiled: that would take as long as for training, and serve nothing else.
         """
         try:
-            outputs = self(torch.cat([inputs] * self.clients), self._network)
+            together = mapped(inputs, lambda tensor: torch.cat([tensor] * self.clients))
+            outputs = self(together, self._network)
         except Exception as error:  # networks fail in their own ways
             raise FedsieveError(_does_not_stack(error)) from None
         return outputs.unflatten(0, (self.clients, -1))

@@ -26,7 +26,7 @@ from fedsieve.files import write_atomic
 from fedsieve.privacy.dp import Account, bound_key, load_or_make_key
 from fedsieve.report.summary import ClientSpread, StageSummary
 from fedsieve.runner.setup import Setup, chosen_executor
-from fedsieve.train.feed import Feed
+from fedsieve.train.feed import Examples
 from fedsieve.wire.ledger import Ledger
 
 CLIENTS = "clients.npz"
@@ -96,13 +96,13 @@ def make_context(
     )
 
 
-def flipped(train: Feed, population: Population, classes: int) -> Feed:
+def flipped(train: Examples, population: Population, classes: int) -> Examples:
     """Training images with wrong labels at hostile clients."""
     labels = train.labels.clone()
     for client in population.hostile:
         rows = torch.from_numpy(population.examples(client)).to(labels.device)
         labels[rows] = label_flip(labels[rows], classes)
-    return replace(train, labels=labels)
+    return train.over(train.rows, labels, train.features)
 
 
 def saved_context(context: ServerContext, number: int, before: Mapping[str, Any]) -> dict[str, Any]:

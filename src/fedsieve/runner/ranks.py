@@ -105,7 +105,7 @@ def _lay_out(message: Prepare) -> Desk:
     for key, mark in mine.items():
         if message.marks[key] != mark:
             raise FedsieveError(f"{key}: its content is not that of rank 0. All ranks need the same", 1)
-    train = replace(setup.train, labels=message.labels.to(setup.device))
+    train = setup.train.over(setup.train.rows, message.labels.to(setup.device))
     return _desk(replace(setup, train=train))
 
 

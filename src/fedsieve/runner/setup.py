@@ -18,7 +18,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import digest
 from fedsieve.runner.estimate import images_trained
 from fedsieve.runner.shared import Shared
-from fedsieve.train.feed import Autocast, Feed, with_features
+from fedsieve.train.feed import Autocast, Examples, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, measure, predict
 from fedsieve.train.replay import Speed
 
@@ -36,8 +36,8 @@ class Setup:
     device: torch.device
     autocast: Autocast
     transform: Transform
-    train: Feed
-    validation: Feed
+    train: Examples
+    validation: Examples
     class_names: list[str]
     data_fingerprint: str
     model: Classifier
@@ -57,7 +57,7 @@ class Setup:
         """The weights that a stage trains."""
         return ParamSpace.of(self.model, trainable_names(self.model, stage.train))
 
-    def validate(self, forward: Callable[[Tensor], Tensor], validation: Feed) -> dict[str, float]:
+    def validate(self, forward: Callable[[Tensor], Tensor], validation: Examples) -> dict[str, float]:
         """Loss and accuracy on validation examples; nothing where there are none."""
         if len(validation) == 0:
             return {}
@@ -108,6 +108,7 @@ def _few(names: list[str]) -> str:
 
 def feature_feeds(setup: Setup) -> tuple[Feed, Feed]:
     """Training and validation images as features of the backbone."""
+    assert isinstance(setup.train, Feed) and isinstance(setup.validation, Feed)
     train, validation = featured(setup, "train", setup.train, setup.validation)
     return train, validation
 

@@ -26,7 +26,7 @@ from fedsieve.model.build import OnFeatures, dense_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.report.summary import StageSummary
 from fedsieve.runner.setup import Setup, feature_feeds
-from fedsieve.train.feed import Feed
+from fedsieve.train.feed import Examples
 from fedsieve.train.loop import CentralTask, StageState, Tick, measure, predict, train_stage
 from fedsieve.train.record import Record
 from fedsieve.train.savings import spare_frozen
@@ -274,7 +274,17 @@ class FederatedStage:
             context.say(f"{stage.name}: {spent}")
         if venue.registry is None:
             correction = context.population.settings.correction
-            task = Task(forward, self.space, theta, train, stage.optimizer, correction, context.autocast, context.speed)
+            task = Task(
+                forward,
+                self.space,
+                theta,
+                train,
+                stage.optimizer,
+                correction,
+                context.autocast,
+                context.speed,
+                context.recipe,
+            )
             self.rounds = local_rounds(context, stage, task, state, validate, save_mask)
         else:
             state = state or ServerState(theta.detach().clone())
@@ -316,13 +326,13 @@ class FederatedHead:
         """The server's state."""
         return self.head.state
 
-    def _connect(self, train: Feed, state: ServerState) -> Clients:
+    def _connect(self, train: Examples, state: ServerState) -> Clients:
         name = self.stage.name
         if self.registry is not None:
             return RemoteClients(self.context, self.registry, name, state.memory)
         return LocalClients(self.context, name, train, local_channel(self.context, name))
 
-    def _validate(self, validation: Feed) -> dict[str, float]:
+    def _validate(self, validation: Examples) -> dict[str, float]:
         return self.setup.validate(self.setup.model.head, validation) | self.watch()
 
     def ticks(self) -> Iterator[Tick]:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsieve.config import Optimizer, Stage
 from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
-from fedsieve.train.feed import Autocast, Feed
+from fedsieve.train.feed import Autocast, Examples
+from fedsieve.train.objectives import PLAIN, Recipe, correct, widened
 from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
-from fedsieve.train.record import Record
+from fedsieve.train.record import Record, merit
 from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
 from fedsieve.train.schedule import learning_rate
 
@@ -87,27 +87,28 @@ class Tick:
 
 @dataclass(frozen=True, eq=False)
 class CentralTask:
-    """One stage where all images are, and how it is run. `theta` is bound to the weights that train."""
+    """One stage where all examples are, and how it is run. `theta` is bound to the weights that train."""
 
     stage: Stage
     model: nn.Module
     theta: Tensor
-    train: Feed
+    train: Examples
     seed: int
     autocast: Autocast
     mask: Mask | None = None  # the weights that move; None: all
     speed: Speed = "eager"
     say: Callable[[str], None] = lambda _: None
+    recipe: Recipe = PLAIN
 
 
 def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dict[str, float]]) -> Iterator[Tick]:
     """Train until the stage is done, yielding after every step with `state` ready to be saved.
 
-    At the end the model has the weights of the epoch with the best `val_accuracy` of `validate()`, or of the last epoch where
-    that gives none.
+    At the end the model has the weights of the epoch with the best `val_accuracy` of `validate()`, or the lowest `val_loss`
+    where accuracy is not measured, or of the last epoch where it gives neither.
     """
     stage, model, theta, train, autocast = task.stage, task.model, task.theta, task.train, task.autocast
-    settings = stage.optimizer
+    settings, recipe = stage.optimizer, task.recipe
     optimizer = make_optimizer(settings, theta, task.mask)
     with torch.no_grad():
         theta.copy_(state.theta)
@@ -123,15 +124,22 @@ def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dic
         *raw, labels = batch
         theta.grad.zero_()  # type: ignore[union-attr]
         inputs = train.inputs(*raw)
+        right = None
         with autocast():
-            # A last, smaller batch is not worth compiling.
-            logits = (inner if len(labels) == stage.batch_size else model)(inputs)
-        loss = F.cross_entropy(logits.float(), labels)
+            if recipe.on_outputs:
+                # A last, smaller batch is not worth compiling.
+                outputs = widened((inner if len(labels) == stage.batch_size else model)(inputs))
+                right = correct(outputs.detach(), labels).sum() if recipe.accuracy else None
+            else:
+                loss = recipe.model_losses(model, inputs, labels).mean()
+        if recipe.on_outputs:
+            loss = recipe.mean(outputs, labels)
         loss.backward()
         with torch.no_grad():
-            return torch.stack([loss.detach() * len(labels), (logits.argmax(1) == labels).sum()])
+            total = loss.detach() * len(labels)
+            return torch.stack([total, torch.zeros_like(total) if right is None else right])
 
-    gradient = Replay(differentiate, on=task.speed != "eager", say=task.say)
+    gradient = Replay(differentiate, on=task.speed != "eager" and recipe.on_outputs, say=task.say)
     assert stage.epochs is not None
     per_epoch = math.ceil(len(train) / stage.batch_size)
     steps, warmup = per_epoch * stage.epochs, round(stage.warmup_epochs * per_epoch)
@@ -150,13 +158,13 @@ def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dic
             state.step = step + 1
             if state.step < per_epoch:
                 yield Tick(state.epoch * per_epoch + state.step, steps)
-        loss_sum, correct = state.sums.tolist()  # waits for the device: the clock below is honest
+        loss_sum, right = state.sums.tolist()  # waits for the device: the clock below is honest
         seconds = time.perf_counter() - clock
         record = Record(
             stage=stage.name,
             epoch=state.epoch + 1,
             train_loss=loss_sum / len(train),
-            train_accuracy=correct / len(train),
+            train_accuracy=right / len(train) if recipe.training_columns == 3 else None,
             lr=rate,
             images_per_second=seen / seconds,
         )
@@ -197,8 +205,9 @@ def _end_epoch(stage: Stage, state: StageState, record: Record) -> None:
     state.epoch, state.step = state.epoch + 1, 0
     state.sums.zero_()
     state.seconds += record["seconds"]
-    validated = "val_accuracy" in record
-    if not validated or state.best is None or record["val_accuracy"] > state.chosen["val_accuracy"]:
+    found, best = merit(record, "val"), merit(state.chosen, "val")
+    validated = found is not None
+    if found is None or state.best is None or best is None or found > best:
         state.best_at = state.epoch
         state.chosen = record.starting_with("val_")
         if validated:
@@ -209,8 +218,8 @@ def _end_epoch(stage: Stage, state: StageState, record: Record) -> None:
 
 
 @torch.no_grad()
-def predict(forward: Callable[[Tensor], Tensor], feed: Feed, autocast: Autocast) -> Tensor:
-    """The logits of every example, (N, classes) float32, in order."""
+def predict(forward: Callable[[Any], Tensor], feed: Examples, autocast: Autocast) -> Tensor:
+    """The outputs of every example, such as logits (N, classes), float32, in order."""
     parts = []
     for inputs, _ in feed.in_order(EVALUATION_BATCH):
         with autocast():
@@ -218,9 +227,38 @@ def predict(forward: Callable[[Tensor], Tensor], feed: Feed, autocast: Autocast)
     return torch.cat(parts)
 
 
-def measure(logits: Tensor, labels: Tensor, prefix: str) -> dict[str, float]:
-    """Mean loss and accuracy, named `{prefix}_loss` and `{prefix}_accuracy`."""
-    return {
-        f"{prefix}_loss": F.cross_entropy(logits.double(), labels).item(),
-        f"{prefix}_accuracy": (logits.argmax(1) == labels).double().mean().item(),
+def measure(outputs: Tensor, labels: Tensor, prefix: str, recipe: Recipe = PLAIN) -> dict[str, float]:
+    """Mean loss, accuracy and further metrics, named `{prefix}_{name}`."""
+    values = recipe.values(outputs, labels)
+    found = {"loss": recipe.mean(recipe.exact(outputs), labels)} | {
+        name: value.double().mean() for name, value in values.items()
     }
+    return {f"{prefix}_{name}": value.item() for name, value in found.items()}
+
+
+def evaluate(
+    model: nn.Module, feed: Examples, autocast: Autocast, recipe: Recipe = PLAIN, prefix: str = "val"
+) -> dict[str, float]:
+    """What a recipe measures of a model on all examples, named `{prefix}_{name}`; nothing where there are none."""
+    if not len(feed):
+        return {}
+    if recipe.on_outputs and feed.labels.dim() == 1:  # outputs of tokens are too many to keep
+        return measure(predict(model, feed, autocast), feed.labels, prefix, recipe)
+    means = measure_each(model, feed, autocast, recipe).mean(0).tolist()
+    return {f"{prefix}_{name}": mean for name, mean in zip(recipe.measured, means, strict=True)}
+
+
+@torch.no_grad()
+def measure_each(model: nn.Module, feed: Examples, autocast: Autocast, recipe: Recipe = PLAIN) -> Tensor:
+    """What a recipe measures of each example, (N, len(recipe.measured)) float64."""
+    parts = []
+    for inputs, labels in feed.in_order(EVALUATION_BATCH):
+        outputs = None
+        with autocast():
+            if recipe.on_outputs or len(recipe.measured) > 1:
+                outputs = widened(model(inputs))
+            losses = None if recipe.on_outputs else recipe.model_losses(model, inputs, labels)
+        losses = recipe.losses(recipe.exact(outputs), labels) if losses is None else losses.expand(len(labels))
+        values = recipe.values(outputs, labels).values()
+        parts.append(torch.stack([losses.double(), *(value.double() for value in values)], 1))
+    return torch.cat(parts)

@@ -1,6 +1,7 @@
 """What one epoch or round leaves: a line of metrics.jsonl."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -40,12 +41,13 @@ class Record(Mapping[str, Any]):
     bytes_down: int | None = None
     epsilon: float | None = None  # spent so far
     simulated_seconds: float | None = None  # that the server would have waited for devices
+    metrics: dict[str, float] | None = None  # further ones, by names such as val_perplexity
     # Of a head in closed form:
     strength: float | None = None
     temperature: float | None = None
 
     def __getitem__(self, name: str) -> Any:
-        value = getattr(self, name) if name in FIELDS else None
+        value = getattr(self, name) if name in FIELDS else (self.metrics or {}).get(name)
         if value is None:
             raise KeyError(name)
         return value
@@ -57,15 +59,19 @@ class Record(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def note(self, **measured: Any) -> None:
-        """Add what was measured."""
+        """Add what was measured. Names that are no fields are of `metrics`, which hold finite numbers only."""
         for name, value in measured.items():
-            if name not in FIELDS:
+            if name in FIELDS:
+                setattr(self, name, value)
+            elif not name.startswith(MEASURED):
                 raise AttributeError(f"a record has no field {name}")
-            setattr(self, name, value)
+            elif math.isfinite(value):
+                self.metrics = {**(self.metrics or {}), name: value}
 
     def starting_with(self, *prefixes: str) -> dict[str, float]:
         """The measured fields whose names start so."""
-        return {name: value for name, value in self.items() if name.startswith(prefixes)}
+        every = [*self.items(), *(self.metrics or {}).items()]
+        return {name: value for name, value in every if name.startswith(prefixes)}
 
     def line(self) -> str:
         """The record as a line of metrics.jsonl."""
@@ -77,5 +83,14 @@ class Record(Mapping[str, Any]):
         return _ADAPTER.validate_python(json.loads(line))
 
 
+def merit(measured: Mapping[str, Any], prefix: str) -> float | None:
+    """What the best epoch or round is chosen by: accuracy, or the loss, negated, where accuracy is not measured."""
+    if (accuracy := measured.get(f"{prefix}_accuracy")) is not None:
+        return accuracy
+    loss = measured.get(f"{prefix}_loss")
+    return None if loss is None else -loss
+
+
+MEASURED = ("train_", "val_", "client_val_", "test_")
 FIELDS = tuple(item.name for item in fields(Record))
 _ADAPTER = TypeAdapter(Record)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from fedsieve.mask.scores import fisher_sum, gradient_sum, shrunk
 from fedsieve.mask.selection import attention_heads, can_last, check_request, group_ids
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
-from fedsieve.train.feed import Autocast, Feed
+from fedsieve.train.feed import Autocast, Examples
 
 CHUNK = 64  # images that are transformed at a time; how many are differentiated at a time follows from memory
 
@@ -34,7 +35,7 @@ class Scoring:
     sieve: Sieve
     model: nn.Module
     space: ParamSpace
-    feed: Feed
+    feed: Examples
     autocast: Autocast
     seed: int
 
@@ -149,7 +150,7 @@ def check_sieve(sieve: Sieve, model: nn.Module, space: ParamSpace) -> None:
     )
 
 
-def _batches(feed: Feed, examples: np.ndarray, settings: Fisher) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(feed: Examples, examples: np.ndarray, settings: Fisher) -> Iterator[tuple[Any, Tensor]]:
     """The examples as in evaluation; with `per: batch` a batch is what is squared, otherwise only what is loaded."""
     size = settings.batch_size if settings.per == "batch" else CHUNK
     for start in range(0, len(examples), size):
