@@ -152,6 +152,7 @@ class Fisher(Strict):
 class Sieve(Strict):
     """The mask: which weights may train."""
 
+    file: str | None = setting(None, "a mask that a run or `fs.Mask.save` wrote, instead of a calibration")
     rule: Rule = setting(LeastSensitive(), "which weights may train: `fedsieve list rules`")
     sparsity: Fraction = setting(0.9, "the share of maskable weights that is frozen")
     calibration_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
@@ -173,6 +174,18 @@ class Sieve(Strict):
     clients: Positive | None = setting(None, "in a federation, shared: how many score; default: as many as a round has")
     refresh: Positive | None = setting(None, "in a federation: rounds from one calibration to the next")
     start_sparsity: Fraction | None = setting(None, "with refresh: the first mask's; it moves evenly to `sparsity`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _finished_mask(cls, value: Any) -> Any:
+        """A file needs no rule."""
+        return {**value, "rule": "given"} if isinstance(value, Mapping) and value.get("file") else value
+
+    def conflicts(self) -> Iterator[str]:
+        if self.file and self.scope == "client":
+            yield "file: one mask for all clients; drop scope: client"
+        if self.file and self.refresh:
+            yield "refresh calibrates new masks, and file names a finished one: drop one of them"
 
     @field_validator("kinds", mode="before")
     @classmethod
@@ -199,10 +212,20 @@ class Local(Strict):
 
     epochs: Positive | None = setting(None, "default 1 where no steps are given")
     steps: Positive | None = None
+    batch_size: Positive | None = setting(None, "of a step; another place for batch_size")
 
     def conflicts(self) -> Iterator[str]:
         if self.epochs and self.steps:
             yield "local work is counted in epochs or in steps, not both"
+
+
+def _batch_of_local(value: Any) -> Any:
+    """Local work may name the size of its batches."""
+    local = value.get("local") if isinstance(value, Mapping) else None
+    size = local.get("batch_size") if isinstance(local, Mapping) else getattr(local, "batch_size", None)
+    if size is None or value.get("batch_size", size) == size:
+        return value if size is None else {**value, "batch_size": size}
+    raise ValueError(f"batch_size is {value['batch_size']}, and local.batch_size is {size}: give one of them")
 
 
 class Ridge(Strict):
@@ -236,6 +259,8 @@ class Stage(Strict):
     early_stopping: Positive | None = setting(None, "stop after this many epochs without a better one")
     sparse: bool = setting(False, "only the weights of a calibrated mask train")
     mask: Sieve | None = setting(None, "makes the stage sparse; what it leaves open is as in the mask at the top")
+
+    _batch = model_validator(mode="before")(_batch_of_local)
 
     @property
     def parts(self) -> list[Part | LastBlocks]:
@@ -309,6 +334,8 @@ class Personal(Strict):
     local: Local = Local()
     batch_size: Positive = 50
     optimizer: Optimizer = SGD()
+    _batch = model_validator(mode="before")(_batch_of_local)
+
     as_trained: bool = setting(False, "local, mask: with the optimizer and rate of the stage that trained the weights")
 
     def conflicts(self) -> Iterator[str]:

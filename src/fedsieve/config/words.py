@@ -504,6 +504,12 @@ class Saliency(Rule):
     word, home, evidence = "saliency", "fedsieve.mask.rules:saliency", ("weights", "gradient")
 
 
+class Given(Rule):
+    """trains the weights of a finished mask: `mask.file`, or an `fs.Mask` in Python"""
+
+    word, evidence = "given", ("weights",)
+
+
 class AtRandom(Rule):
     """trains weights drawn at random, whatever the model"""
 

@@ -66,25 +66,29 @@ class Rounds:
         """Rounds until the stage is over. At the end the model has the chosen round's weights."""
         state = self.state
         while not state.done:
-            clock, sent = time.perf_counter(), dict(self.context.ledger.total)
-            self.prepare()
-            record = self.round()
-            state.round += 1
-            last = state.round == self.stage.length
-            if last or state.round % self.settings.evaluate_every == 0:
-                if self.settings.client_validation:
-                    record.note(**self.measure(record))
-                self._show(state.theta)
-                record.note(**self.validate())
-            total = self.context.ledger.total  # with what was sent before the round, and after it
-            record.note(**{f"bytes_{way}": size - sent[way] for way, size in total.items()})
-            record.seconds = time.perf_counter() - clock
-            state.seconds += record.seconds
-            self._check(record)
-            self.choose(record, last)
+            record = self.advance()
+            self.choose(record, state.round == self.stage.length)
             if state.done:
-                self._show(state.theta if state.best is None else state.best)
+                self.show(state.theta if state.best is None else state.best)
             yield Tick(state.round, self.stage.length, record)
+
+    def advance(self) -> Record:
+        """One more round, with its mask, and its evaluation where one is due."""
+        state, clock, sent = self.state, time.perf_counter(), dict(self.context.ledger.total)
+        self.prepare()
+        record = self.round()
+        state.round += 1
+        if state.round == self.stage.length or state.round % self.settings.evaluate_every == 0:
+            if self.settings.client_validation:
+                record.note(**self.measure(record))
+            self.show(state.theta)
+            record.note(**self.validate())
+        total = self.context.ledger.total  # with what was sent before the round, and after it
+        record.note(**{f"bytes_{way}": size - sent[way] for way, size in total.items()})
+        record.seconds = time.perf_counter() - clock
+        state.seconds += record.seconds
+        self._check(record)
+        return record
 
     def prepare(self) -> None:
         """The mask of the coming round, and what clients must know before it."""
@@ -183,10 +187,13 @@ class Rounds:
         assert book.sieve is not None
         generation, old = book.state.generation, book.restored(book.state.mask)
         sieve = sieve_at(book.sieve, generation, self.stage.length)
-        self._show(state.theta)
-        calibration = Calibration(self.context, self.stage.name, book.space, sieve, generation)
-        measure = calibration.public if sieve.scope == "public" else self._summed_scores(calibration)
-        mask, scores = calibration.mask(measure)
+        self.show(state.theta)
+        if (given := self.context.masks.get(self.stage.name)) is not None:
+            mask, scores = given, torch.zeros(given.space.size)
+        else:
+            calibration = Calibration(self.context, self.stage.name, book.space, sieve, generation)
+            measure = calibration.public if sieve.scope == "public" else self._summed_scores(calibration)
+            mask, scores = calibration.mask(measure)
         book.renew(mask, scores)
         if old is not None:
             places = [one.indices().to(self.theta.device) for one in (old, mask)]
@@ -275,7 +282,7 @@ class Rounds:
         state = self.state
         state.best_at, state.best_generation, state.best_mask = state.round, self.book.state.generation, self.book.bits
 
-    def _show(self, vector: Tensor) -> None:
+    def show(self, vector: Tensor) -> None:
         """Give the model these weights."""
         with torch.no_grad():
             self.theta.copy_(vector)

@@ -137,6 +137,7 @@ class Context:
     say: Callable[[str], None] = lambda _: None
     team: Team | None = None  # the ranks that share the work; None: this process is alone
     recipe: Recipe = PLAIN
+    masks: Mapping[str, Mask] = field(default_factory=dict)  # finished ones, by stage
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
         """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""

@@ -43,11 +43,9 @@ def read_experiment(folder: Path) -> Experiment:
 def save_model(file: Path, setup: Setup) -> None:
     """All weights in one file that knows its classes and how its inputs were normalised."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in setup.model.state_dict().items()}
-    metadata = {
-        "class_names": json.dumps(setup.class_names),
-        "mean": json.dumps(setup.transform.mean),
-        "std": json.dumps(setup.transform.std),
-    }
+    metadata = {"class_names": json.dumps(setup.class_names)}
+    if setup.transform is not None:
+        metadata |= {"mean": json.dumps(setup.transform.mean), "std": json.dumps(setup.transform.std)}
     write_atomic(file, with_notes(safetensors.torch.save(tensors), metadata))
 
 

@@ -20,7 +20,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
 from fedsieve.runner.progress import Display
-from fedsieve.runner.setup import Setup
+from fedsieve.runner.setup import Setup, open_split
 from fedsieve.runner.shared import Shared
 from fedsieve.runner.stages import CentralStage
 from fedsieve.train.feed import Feed
@@ -72,14 +72,15 @@ def prepare(experiment: Experiment, display: Display, shared: Shared | None = No
         experiment=experiment,
         device=device,
         autocast=make_autocast(experiment, device),
-        transform=transform,
         train=Feed(store, transform, train_rows, train_labels.to(device)),
         validation=Feed(store, transform, held_rows, held_labels.to(device)),
+        test=lambda: open_split(data, "test", class_names, transform, device, shared),
         class_names=class_names,
         data_fingerprint=images.fingerprint,
         model=model.to(device),
         say=display.say,
         shared=shared,
+        transform=transform,
     )
 
 
@@ -114,7 +115,7 @@ def with_weights_file(experiment: Experiment, display: Display) -> Model:
         for stage in recipe.stages:
             for tick in CentralStage(setup, stage).ticks():
                 display.step(stage.name, tick)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in setup.model.backbone.state_dict().items()}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in setup.classifier.backbone.state_dict().items()}
         write_atomic(file, safetensors.torch.save(tensors))
     return experiment.model.model_copy(update={"weights": str(file)})
 

@@ -37,6 +37,7 @@ from fedsieve.runner.shared import Shared
 from fedsieve.runner.stages import StageRun, Venue, Watch, begin_stage, count_weights
 from fedsieve.runner.testing import test_clients, test_stages, watcher, write_predictions
 from fedsieve.runner.tracking import make_trackers
+from fedsieve.train.feed import Feed
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ENVIRONMENT = "environment.json"
@@ -251,7 +252,7 @@ class Runner:
         """Train every stage that is not over, test them all, and write the summary."""
         with self.journal.open(make_trackers(self.experiment.tracking)):
             try:
-                test = self.setup.test_feed() if self.experiment.test_curve else None
+                test = self.setup.test() if self.experiment.test_curve else None
                 for stage in self.experiment.stages[len(self.journal.state.finished) :]:
                     self.train(stage, watcher(self.setup, stage, test), signals)
                 summary = self.test()
@@ -324,19 +325,21 @@ class Runner:
     def test(self) -> Summary:
         """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and sum up the run."""
         setup, experiment, state = self.setup, self.experiment, self.journal.state
-        test = setup.test_feed() if experiment.test and experiment.data.source != "none" else None
+        test = setup.test() if experiment.test and experiment.data.source != "none" else None
         setup.model.load_state_dict(self.initial)
         stages, logits = test_stages(setup, state, test)
         correct = None
         if test is not None:
-            write_predictions(setup, logits, test, self.folder / "predictions.npz")
-            correct = (logits.argmax(1) == test.labels).cpu().numpy()
+            if isinstance(test, Feed):
+                write_predictions(setup, logits, test, self.folder / "predictions.npz")
+            if setup.recipe.accuracy and test.labels.dim() == 1:
+                correct = (logits.argmax(1) == test.labels).cpu().numpy()
         save_model(self.folder / FINAL, setup)
         last = stages[experiment.stages[-1].name]
         described: dict[str, Any] = {"train_images": len(setup.train), "test_images": 0 if test is None else len(test)}
         if self.context is not None:
             described |= sum_up(self.context, stages)
-            if experiment.test:
+            if experiment.test and (correct is not None or experiment.own_images):
                 clients, tested = test_clients(setup, self.venue, state.masks[-1], correct, test)
                 described |= clients
                 if test is None:  # only nodes have images to test on

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
 from fedsieve.config import Data, Experiment, Stage
 from fedsieve.data.image_tables import Split
@@ -19,7 +19,8 @@ from fedsieve.model.weights import digest
 from fedsieve.runner.estimate import images_trained
 from fedsieve.runner.shared import Shared
 from fedsieve.train.feed import Autocast, Examples, Feed, with_features
-from fedsieve.train.loop import EVALUATION_BATCH, measure, predict
+from fedsieve.train.loop import EVALUATION_BATCH, evaluate
+from fedsieve.train.objectives import PLAIN, Recipe
 from fedsieve.train.replay import Speed
 
 # Pixels that a run trains on, from which on compiling pays: 44 s cold for ViT-S/16 on an H200, which 0.5 M images of 224 px or
@@ -35,18 +36,28 @@ class Setup:
     experiment: Experiment
     device: torch.device
     autocast: Autocast
-    transform: Transform
     train: Examples
     validation: Examples
+    test: Callable[[], Examples]  # opens the test split
     class_names: list[str]
     data_fingerprint: str
-    model: Classifier
+    model: nn.Module
     say: Callable[[str], None]  # to the user, one line
     shared: Shared
+    transform: Transform | None = None  # None: inputs are a user's own
+    recipe: Recipe = PLAIN
+    trains: Callable[[str], bool] | None = None  # which parameters train, by name; None: the parts that a stage names
 
-    def test_feed(self) -> Feed:
-        """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
-        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device, self.shared)
+    @property
+    def classifier(self) -> Classifier:
+        """The model, which has a backbone and a head."""
+        assert isinstance(self.model, Classifier)
+        return self.model
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether a frozen backbone gives the same features in every epoch, so that they are computed once."""
+        return isinstance(self.model, Classifier) and self.transform is not None and not self.transform.random
 
     @property
     def speed(self) -> Speed:
@@ -55,13 +66,14 @@ class Setup:
 
     def space(self, stage: Stage) -> ParamSpace:
         """The weights that a stage trains."""
-        return ParamSpace.of(self.model, trainable_names(self.model, stage.train))
+        if self.trains is None:
+            return ParamSpace.of(self.model, trainable_names(self.model, stage.train))
+        names = [name for name, _ in self.model.named_parameters() if self.trains(name)]
+        return ParamSpace.of(self.model, names)
 
-    def validate(self, forward: Callable[[Tensor], Tensor], validation: Examples) -> dict[str, float]:
+    def validate(self, forward: nn.Module, validation: Examples) -> dict[str, float]:
         """Loss and accuracy on validation examples; nothing where there are none."""
-        if len(validation) == 0:
-            return {}
-        return measure(predict(forward, validation, self.autocast), validation.labels, "val")
+        return evaluate(forward, validation, self.autocast, self.recipe)
 
 
 def chosen_executor(experiment: Experiment, device: torch.device) -> str:
@@ -122,7 +134,7 @@ def featured(setup: Setup, split: Split, *feeds: Feed) -> list[Feed]:
     if not len(rows):
         return list(feeds)
     whole = replace(feeds[0], rows=rows, labels=torch.cat([feed.labels for feed in feeds])[first])
-    backbone, data, precision = setup.model.backbone, setup.data_fingerprint, setup.experiment.precision
+    backbone, data, precision = setup.classifier.backbone, setup.data_fingerprint, setup.experiment.precision
     # Not all of a network shows in its weights: the number of heads does not.
     network = setup.experiment.model.model_dump_json(include={"backbone", "options", "lora"}), digest(backbone)
     which = hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()

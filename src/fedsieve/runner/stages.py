@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +89,8 @@ def stage_mask(setup: Setup, folder: Path, stage: Stage, state: StageState | Non
     if sieve is None:
         return None, 0.0
     space, file = setup.space(stage), folder / "masks" / f"{stage.name}.safetensors"
+    if sieve.file is not None:
+        return Mask.load(sieve.file, space), 0.0
     if file.exists():
         try:
             mask = Mask.load(file, space)
@@ -140,16 +142,19 @@ class CentralStage:
         """Train until the stage is over."""
         setup, train, validation = self.setup, self.setup.train, self.setup.validation
         model: nn.Module = setup.model
-        if self.stage.train == "head" and not setup.transform.random:
+        if self.stage.train == "head" and setup.keeps_features:
             # The backbone is frozen and sees the same pixels every epoch: run it once.
             train, validation = feature_feeds(setup)
-            model = setup.model.head
+            model = setup.classifier.head
 
         def validate() -> dict[str, float]:
             return setup.validate(model, validation) | self.watch()
 
         seed, autocast = setup.experiment.seed, setup.autocast
-        task = CentralTask(self.stage, model, self.theta, train, seed, autocast, self.mask, setup.speed, setup.say)
+        recipe = replace(setup.recipe, objective=self.stage.objective.made())
+        task = CentralTask(
+            self.stage, model, self.theta, train, seed, autocast, self.mask, setup.speed, setup.say, recipe
+        )
         return train_stage(task, self.state, validate)
 
     def summary(self) -> StageSummary:
@@ -227,10 +232,10 @@ class CentralHead:
             send=lambda _, values: values,
         )
         held = None if validation.features is None else (validation.features, validation.labels)
-        chosen = install(setup.model, space, state, solver.head(held))
+        chosen = install(setup.classifier, space, state, solver.head(held))
         record = Record(stage=self.stage.name, epoch=1)
-        record.note(**measure(predict(setup.model.head, train, setup.autocast), train.labels, "train"), **chosen)
-        record.note(**setup.validate(setup.model.head, validation), **self.watch())
+        record.note(**measure(predict(setup.classifier.head, train, setup.autocast), train.labels, "train"), **chosen)
+        record.note(**setup.validate(setup.classifier.head, validation), **self.watch())
         state.chosen = record.starting_with("val_")
         record.seconds = state.seconds = time.perf_counter() - clock
         yield Tick(1, 1, record)
@@ -253,14 +258,15 @@ class FederatedStage:
         self, setup: Setup, venue: Venue, stage: Stage, state: ServerState | None = None, watch: Watch = dict
     ) -> None:
         assert venue.context is not None
-        self.setup, self.context, self.stage = setup, venue.context, stage
-        context, self.space = venue.context, setup.space(stage)
+        self.setup, self.stage = setup, stage
+        self.space = setup.space(stage)
+        self.context = context = with_stage(venue.context, stage, self.space)
         theta = self.space.bind(setup.model)
         forward: nn.Module = setup.model
         train, validation = setup.train, setup.validation
-        if stage.train == "head" and not setup.transform.random:
+        if stage.train == "head" and setup.keeps_features:
             train, validation = feature_feeds(setup)
-            forward = OnFeatures(setup.model.head)
+            forward = OnFeatures(setup.classifier.head)
 
         def save_mask(name: str, mask: Mask) -> None:
             file = venue.folder / "masks" / f"{stage.name}{name and '.'}{name}.safetensors"
@@ -309,6 +315,15 @@ class FederatedStage:
         """Nothing to leave."""
 
 
+def with_stage(context: ServerContext, stage: Stage, space: ParamSpace) -> ServerContext:
+    """The context with the objective of a stage, and with its mask, where that is a file."""
+    sieve = context.experiment.mask_of(stage)
+    recipe = replace(context.recipe, objective=stage.objective.made())
+    if sieve is not None and sieve.file is not None:
+        return replace(context, recipe=recipe, masks={**context.masks, stage.name: Mask.load(sieve.file, space)})
+    return replace(context, recipe=recipe)
+
+
 class FederatedHead:
     """A head in closed form from all clients, in one round."""
 
@@ -333,7 +348,7 @@ class FederatedHead:
         return LocalClients(self.context, name, train, local_channel(self.context, name))
 
     def _validate(self, validation: Examples) -> dict[str, float]:
-        return self.setup.validate(self.setup.model.head, validation) | self.watch()
+        return self.setup.validate(self.setup.classifier.head, validation) | self.watch()
 
     def ticks(self) -> Iterator[Tick]:
         """The one round."""

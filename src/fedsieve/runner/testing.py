@@ -30,7 +30,7 @@ from fedsieve.runner.meeting import Tested, test_at_sites
 from fedsieve.runner.model_files import load_model
 from fedsieve.runner.setup import Setup, featured, open_split
 from fedsieve.runner.stages import Venue, Watch
-from fedsieve.train.feed import Feed
+from fedsieve.train.feed import Examples, Feed
 from fedsieve.train.loop import measure, predict
 
 SAMPLES = 48  # test images kept for the page
@@ -48,23 +48,23 @@ MEASURABLE = {
 }
 
 
-def predictor(setup: Setup, stage: Stage, test: Feed) -> Callable[[], Tensor]:
+def predictor(setup: Setup, stage: Stage, test: Examples) -> Callable[[], Tensor]:
     """Gives the logits of the model as it is then; where only a head trains, of features that are computed once."""
     forward: nn.Module = setup.model
-    if stage.train == "head":
-        forward, [test] = setup.model.head, featured(setup, "test", test)
+    if stage.train == "head" and isinstance(test, Feed):
+        forward, [test] = setup.classifier.head, featured(setup, "test", test)
     return lambda: predict(forward, test, setup.autocast)
 
 
-def watcher(setup: Setup, stage: Stage, test: Feed | None) -> Watch:
+def watcher(setup: Setup, stage: Stage, test: Examples | None) -> Watch:
     """Measures the model on `test`, where the experiment asks for test curves."""
     if test is None:
         return dict
     labels, predicted = test.labels, predictor(setup, stage, test)
-    return lambda: measure(predicted(), labels, "test")
+    return lambda: measure(predicted(), labels, "test", setup.recipe)
 
 
-def test_stages(setup: Setup, state: RunState, test: Feed | None) -> tuple[dict[str, StageSummary], Tensor]:
+def test_stages(setup: Setup, state: RunState, test: Examples | None) -> tuple[dict[str, StageSummary], Tensor]:
     """The stages' summaries with what their chosen weights make of `test`, and the final model's logits.
 
     The model has its first weights; the stages' chosen weights are laid on it one after the other.
@@ -75,15 +75,15 @@ def test_stages(setup: Setup, state: RunState, test: Feed | None) -> tuple[dict[
         found: dict[str, float] = {"test_loss": math.nan, "test_accuracy": math.nan}
         if test is not None:
             logits = predictor(setup, stage, test)()
-            found = measure(logits, test.labels, "test")
+            found |= measure(logits, test.labels, "test", setup.recipe)
         # A model that diverged in its very last step has a loss no JSON reader takes.
-        sound = {key: value if math.isfinite(value) else None for key, value in found.items()}
+        sound = {key: found[key] if math.isfinite(found[key]) else None for key in ("test_loss", "test_accuracy")}
         stages[stage.name] = StageSummary(**sound, **state.finished[stage.name].content())
     return stages, logits
 
 
 def test_clients(
-    setup: Setup, venue: Venue, final: Tensor, correct: np.ndarray | None, test: Feed | None
+    setup: Setup, venue: Venue, final: Tensor, correct: np.ndarray | None, test: Examples | None
 ) -> tuple[dict[str, Any], Tested]:
     """How the final model, and personal ones, serve clients, and what sites found on images of their own.
 
@@ -114,7 +114,7 @@ def test_clients(
 
 
 def personal_accuracies(
-    context: ServerContext, chosen: np.ndarray, mask: Mask | None, test: Feed
+    context: ServerContext, chosen: np.ndarray, mask: Mask | None, test: Examples
 ) -> dict[str, np.ndarray]:
     """Accuracies (clients,) of personal models in this process, by method."""
     personal = context.population.settings.personal

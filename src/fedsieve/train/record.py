@@ -58,6 +58,11 @@ class Record(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    @property
+    def loss(self) -> float | None:
+        """The training loss."""
+        return self.train_loss
+
     def note(self, **measured: Any) -> None:
         """Add what was measured. Names that are no fields are of `metrics`, which hold finite numbers only."""
         for name, value in measured.items():
