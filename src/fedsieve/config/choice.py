@@ -38,7 +38,8 @@ class Choice(Strict):
         """An instance of the word's class where a family is called."""
         if "words" not in cls.__dict__ or (not fields.keys() - {"__pydantic_fields_set__"} and not cls.default):
             return super().__new__(cls)
-        return super().__new__(cls.named(fields.get(cls.key, cls.default)))
+        word = fields.get(cls.key, cls.default)
+        return super().__new__(cls.named(word) if isinstance(word, str) else type(cls.around(word)))
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -93,7 +94,8 @@ class Choice(Strict):
     @classmethod
     def around(cls, piece: Any) -> Self:
         """Settings for an object of the user's. They exist in this process only: nothing writes or reads code."""
-        return declare(cls, getattr(piece, "__name__", type(piece).__name__), piece, listed=False)()  # type: ignore[return-value]
+        name = getattr(piece, "__name__", type(piece).__name__)
+        return declare(cls, name, piece, listed=False).model_validate({})  # type: ignore[return-value]
 
     @property
     def piece(self) -> Any:

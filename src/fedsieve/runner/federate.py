@@ -139,10 +139,10 @@ def federate(
         "federation": {
             "clients": len(clients),
             "cohort": cohort,
-            "aggregator": AggregatorChoice.of(aggregator),
-            "attack": None if attack is None else Attack.of(attack),
-            "server": Server.of(server),
-            "correction": Correction.of(correction),
+            "aggregator": aggregator,
+            "attack": attack,
+            "server": server,
+            "correction": correction,
             **(federation or {}),
         },
         "stages": [
@@ -151,8 +151,8 @@ def federate(
                 "train": "all",
                 "rounds": rounds or ENDLESS,
                 "local": local or Local(),
-                "optimizer": Optimizer.of(optimizer),
-                "objective": ObjectiveChoice.of(objective),
+                "optimizer": optimizer,
+                "objective": objective,
                 "schedule": schedule,
                 "mask": Sieve(rule=Rule.of("given")) if isinstance(mask, Mask) else mask,
             }
