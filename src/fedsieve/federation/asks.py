@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedsieve.config import Sieve
@@ -16,6 +17,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.train.loop import measure_each
+from fedsieve.train.modes import RunningStatistics
 from fedsieve.train.objectives import Recipe
 
 
@@ -49,8 +51,13 @@ class Metrics:
         if not clients:
             return
         people, task = place.context.population, place.task
-        held = task.feed.take(np.concatenate([people.validation(client) for client in clients]))
-        values = measure_each(task.model, held, task.autocast, self.recipe)
+        own, parts = self.recipe.statistics == "local", []
+        for group in [[client] for client in clients] if own or self.recipe.metrics else [clients]:
+            held = task.feed.take(np.concatenate([people.validation(client) for client in group]))
+            kept = place.context.memory.get(group[0], held.labels.device).get("statistics") if own else None
+            with RunningStatistics(task.model).set_to(kept):
+                parts.append(measure_each(task.model, held, task.autocast, self.recipe))
+        values = torch.cat(parts)
         if not bool(values[:, 0].isfinite().all()):
             raise NotFinite("the loss on examples that clients hold back is not finite")
         ns = people.held[list(clients)].tolist()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsieve.config import Correction, Optimizer
-from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor
+from fedsieve.federation.executors import Cohort, Executor, Stacked, Task, Trained, make_executor, rows_of
 from fedsieve.federation.state import Context
 from fedsieve.federation.team import Batch, Desk, Pace, Request, Split, Team
 from fedsieve.federation.work import Work
@@ -86,17 +86,19 @@ class Train(Request):
     holds: Tensor | None
     control: Tensor | None
     lr: float
+    statistics: Tensor | None = None
 
     def perform(self, desk: Desk) -> Iterator[Batch]:
         executor: Executor = desk.executor
         theta, support = executor.task.theta.detach(), executor.support
-        start, holds, control = (
-            None if rows is None else rows.to(theta.device) for rows in (self.start, self.holds, self.control)
+        start, holds, control, statistics = (
+            None if rows is None else rows.to(theta.device)
+            for rows in (self.start, self.holds, self.control, self.statistics)
         )
         if start is None:
             start = theta.clone() if support is None else theta.index_select(0, support)
-        for trained in executor.train(Cohort(self.works, start, holds, control), self.lr):
-            yield trained.moved, trained.sums, trained.gradients
+        for trained in executor.train(Cohort(self.works, start, holds, control, statistics), self.lr):
+            yield trained.moved, trained.sums, trained.gradients, trained.statistics
 
 
 class Distributed:
@@ -144,7 +146,9 @@ class Distributed:
                 every = torch.ones(1, len(known), dtype=torch.bool, device=known.device)
                 holds = [every if row is None else row for row in holds]
             works = [cohort.works[place] for place in places]
-            return Train(works, start, _together(holds), _together(controls), lr)
+            own = [rows_of(cohort.statistics, range(place, place + 1)) for place in places]
+            statistics = own[0] if own[0] is None or own[0].dim() == 1 else _together(own)
+            return Train(works, start, _together(holds), _together(controls), lr, statistics)
 
         # Stacking decides the last digits, so the clock may only decide who trains what where nothing is stacked.
         split = (
@@ -152,14 +156,14 @@ class Distributed:
             if stacked
             else Split(self.clients, pace=self.pace)
         )
-        for members, (moved, sums, gradients) in team.spread(
+        for members, (moved, sums, gradients, statistics) in team.spread(
             [int((work.examples >= 0).sum()) for work in cohort.works],
             request,
             4 * known.nbytes,
             split,
         ):
             assert moved is not None and sums is not None
-            yield Trained(members, moved, sums, gradients)
+            yield Trained(members, moved, sums, gradients, statistics)
 
 
 def spread(

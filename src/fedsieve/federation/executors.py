@@ -21,7 +21,8 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack, computed_in
 from fedsieve.train.feed import Autocast, Examples
 from fedsieve.train.local_step import bounded, corrected, pulled, settings_of, sums_of
-from fedsieve.train.objectives import PLAIN, Recipe, correct, named, widened
+from fedsieve.train.modes import RunningStatistics, batch_of, changing, own_draws, seed_layers, training, why_alone
+from fedsieve.train.objectives import PLAIN, Recipe, correct, widened
 from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
 
 
@@ -51,10 +52,13 @@ class Cohort:
     start: Rows  # or (k,), where all start alike
     holds: Rows | None = None  # bool: which of the k values each client may move
     control: Rows | None = None  # what SCAFFOLD adds to each gradient, c - c_k
+    statistics: Rows | None = (
+        None  # running ones that clients begin with, (s,) where all begin alike; None: the model's
+    )
 
     def rows(self, members: range) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Start values, (k,) or (members, k), what each of these clients may move, and its control."""
-        start, holds, control = (_rows(rows, members) for rows in (self.start, self.holds, self.control))
+        start, holds, control = (rows_of(rows, members) for rows in (self.start, self.holds, self.control))
         assert start is not None
         return start, holds, control
 
@@ -67,6 +71,17 @@ class Trained:
     moved: Tensor  # (clients, k): how far each value went
     sums: Tensor  # (clients, 3) float64, over examples seen: loss, correct answers where they are counted, and number
     gradients: Tensor | None = None  # (clients, k): the mean raw gradient, where a control variate needs it
+    statistics: Tensor | None = None  # (clients, s): running ones that clients end with, where they change
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """What clients that train one after another share."""
+
+    start: Tensor  # the weights (k,) of the model
+    settings: dict[str, Any]
+    update: Callable[..., None]
+    teacher: Callable[[Inputs], Tensor] | None
 
 
 class Sequential:
@@ -82,55 +97,70 @@ class Sequential:
 
     def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
         """Each client's result, as soon as it is there."""
-        task, theta = self.task, self.task.theta
-        settings = settings_of(task.optimizer, lr)
+        task, statistics = self.task, RunningStatistics(self.task.model)
         update = task.optimizer.piece
-        start_of_round = self._take(theta.detach()).clone()
-        teacher = _teacher(task)
-        for number, work in enumerate(cohort.works):
+        start_of_round = self._take(task.theta.detach()).clone()
+        round = _Round(start_of_round, settings_of(task.optimizer, lr), update, _teacher(task))
+        for number in range(len(cohort.works)):
             self._put(start_of_round)  # which clients make masks of their own at
-            start, holds, control = (
-                rows[0] if rows is not None and rows.dim() == 2 else rows
-                for rows in cohort.rows(range(number, number + 1))
-            )
+            place = range(number, number + 1)
+            every = (*cohort.rows(place), rows_of(cohort.statistics, place))
+            start, holds, control, own = (rows[0] if rows is not None and rows.dim() == 2 else rows for rows in every)
             assert start is not None
-            weights, state = start.clone(), dict[str, Any]()
-            sums = torch.zeros(task.recipe.training_columns, dtype=torch.float64, device=theta.device)
-            total = torch.zeros_like(start) if task.correction.kind == "scaffold" else None
-            for step in range(work.steps):
-                there = work.examples[step] >= 0
-                draws = None if work.draws is None else torch.from_numpy(work.draws[step][there]).to(theta.device)
-                *raw, labels = task.feed.fetch(work.examples[step][there])
-                inputs = task.feed.inputs(*raw, *([] if draws is None else [draws]))
-                self._put(start_of_round)
-                distant = teacher(inputs) if teacher else None
-                self._put(weights)
-                theta.grad.zero_()  # type: ignore[union-attr]
-                loss, seen = self._loss(inputs, labels, distant)
-                loss.backward()
-                sums += seen
-                with torch.no_grad():
-                    assert theta.grad is not None
-                    gradient = self._take(theta.grad)
-                    if total is not None:
-                        total += gradient
-                    dense = theta.grad.square().sum() - gradient.square().sum() if task.optimizer.rescale else None
-                    gradient = corrected(gradient, weights, start, task.correction, control)
-                    gradient = bounded(gradient[None], None if dense is None else dense[None], holds, task.optimizer)[0]
-                    before = weights.clone() if holds is not None else None
-                    update(weights, gradient, state, settings)
-                    if holds is not None:
-                        weights = torch.where(holds, weights, before)  # type: ignore[arg-type]
-            gradients = None if total is None else (total / work.steps)[None]
-            yield Trained(range(number, number + 1), (weights - start)[None], sums[None], gradients)
+            with training(task.model, task.recipe), own_draws(task.theta.device):
+                if own is not None:
+                    statistics.write(own)
+                trained = self._client(cohort.works[number], start, holds, control, round)
+                if changing(task.model, task.recipe) in ("federated", "local"):
+                    trained.statistics = statistics.read()[None]
+            trained.clients = place
+            yield trained
         self._put(start_of_round)
+
+    def _client(
+        self, work: Work, start: Tensor, holds: Tensor | None, control: Tensor | None, round: "_Round"
+    ) -> Trained:
+        """One client's local steps."""
+        task, theta, update = self.task, self.task.theta, round.update
+        weights, state = start.clone(), dict[str, Any]()
+        sums = torch.zeros(task.recipe.training_columns, dtype=torch.float64, device=theta.device)
+        total = torch.zeros_like(start) if task.correction.kind == "scaffold" else None
+        for step in range(work.steps):
+            there = work.examples[step] >= 0
+            draws = None if work.draws is None else torch.from_numpy(work.draws[step][there]).to(theta.device)
+            *raw, labels = task.feed.fetch(work.examples[step][there])
+            inputs = task.feed.inputs(*raw, *([] if draws is None else [draws]))
+            self._put(round.start)
+            distant = round.teacher(inputs) if round.teacher else None
+            self._put(weights)
+            theta.grad.zero_()  # type: ignore[union-attr]
+            if task.recipe.mode == "train":
+                seed_layers(work.address, work.client, step)
+            with batch_of(work.client, len(labels)):
+                loss, seen = self._loss(inputs, labels, distant)
+            loss.backward()
+            sums += seen
+            with torch.no_grad():
+                assert theta.grad is not None
+                gradient = self._take(theta.grad)
+                if total is not None:
+                    total += gradient
+                dense = theta.grad.square().sum() - gradient.square().sum() if task.optimizer.rescale else None
+                gradient = corrected(gradient, weights, start, task.correction, control)
+                gradient = bounded(gradient[None], None if dense is None else dense[None], holds, task.optimizer)[0]
+                before = weights.clone() if holds is not None else None
+                update(weights, gradient, state, round.settings)
+                if holds is not None:
+                    weights = torch.where(holds, weights, before)  # type: ignore[arg-type]
+        gradients = None if total is None else (total / work.steps)[None]
+        return Trained(range(0), (weights - start)[None], sums[None], gradients)
 
     def _loss(self, inputs: Inputs, labels: Tensor, distant: Tensor | None) -> tuple[Tensor, Tensor]:
         """The mean loss of a batch, and its sums of `Trained`."""
         task, recipe = self.task, self.task.recipe
         if not recipe.on_outputs:
             with task.autocast():
-                losses = recipe.model_losses(task.model, inputs, labels).float()
+                losses = widened(recipe.model_losses(task.model, inputs, labels))
             losses = losses.expand(len(labels)) if losses.dim() == 0 else losses
             return losses.mean(), sums_of(losses, None, torch.ones_like(losses, dtype=torch.bool)[None])[0]
         with task.autocast():
@@ -223,7 +253,8 @@ class Stacked:
         while first < len(cohort.works):
             try:
                 members = range(first, min(first + self.clients, len(cohort.works)))
-                result = self._group(cohort.works, members, lr, *cohort.rows(members))
+                with training(self.task.model, self.task.recipe):
+                    result = self._group(cohort.works, members, lr, *cohort.rows(members))
             except torch.cuda.OutOfMemoryError:
                 if self.clients == 1:
                     raise
@@ -294,10 +325,12 @@ def make_executor(
     """The asked executor; a network that cannot be stacked trains one client after another, with a warning."""
     if kind == "stacked":
         try:
-            if not task.recipe.on_outputs:
-                raise FedsieveError(f"the objective {named(task.recipe.objective)} needs the model")
-            executor = Stacked(task, support, clients, batch, say)
-            executor.check()
+            inputs, _ = task.feed.batch(np.arange(min(2, len(task.feed))))
+            if task.recipe is not PLAIN and (why := why_alone(task.recipe, task.model, inputs)):
+                raise FedsieveError(why)
+            with training(task.model, task.recipe):
+                executor = Stacked(task, support, clients, batch, say)
+                executor.check()
             if task.speed in COMPILING:
                 say(TOLD)
             return executor
@@ -318,7 +351,7 @@ def _inside(task: Task) -> set[str]:
     return {name for name, parameter in task.model.named_parameters() if low <= parameter.data_ptr() < high}
 
 
-def _rows(rows: Rows | None, members: range) -> Tensor | None:
+def rows_of(rows: Rows | None, members: range) -> Tensor | None:
     if rows is None or callable(rows):
         return rows and rows(members)
     return rows if rows.dim() == 1 else rows[members.start : members.stop]
@@ -336,7 +369,7 @@ def _teacher(task: Task) -> Callable[[Inputs], Tensor] | None:
 
     @torch.no_grad()
     def teach(inputs: Inputs) -> Tensor:
-        with task.autocast():
+        with training(task.model, PLAIN), task.autocast():
             return widened(task.model(inputs))
 
     return teach

@@ -77,8 +77,12 @@ class Training:
             rows = [part.control(at(members)) for part in self.parts]
             return next((row for row in rows if row is not None), None)
 
+        def statistics(members: range) -> Tensor | None:
+            rows = [part.statistics(at(members)) for part in self.parts]
+            return next((row for row in rows if row is not None), None)
+
         clock = time.perf_counter()
-        for trained in self.executor().train(Cohort(works, start, holds, control), lr):
+        for trained in self.executor().train(Cohort(works, start, holds, control, statistics), lr):
             self._look_ahead(round + 1)
             members = at(trained.clients)
             for part in self.parts:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedsieve.config import Attack, Sieve
+from fedsieve.config import Sieve
 from fedsieve.federation.asks import Shares
 from fedsieve.federation.attacks import Scene
 from fedsieve.federation.calibrate import client_masks
@@ -18,13 +18,16 @@ from fedsieve.federation.channel import EXACT, Parcel, Reply, rounding_key
 from fedsieve.federation.clients import Clients, Update
 from fedsieve.federation.executors import Trained
 from fedsieve.federation.maskbook import MaskBook
-from fedsieve.federation.state import Context, ServerState
+from fedsieve.federation.state import Context, ServerContext, ServerState
 from fedsieve.federation.sums import Sums
 from fedsieve.foreign import called, expect
 from fedsieve.mask.mask import Mask
 from fedsieve.privacy import zero_sum
 from fedsieve.randomness import generator
+from fedsieve.train.modes import RunningStatistics, changing
 from fedsieve.wire.codec import Coding, Decoded
+
+STATISTICS = "statistics"  # running ones, as a message and in a client's memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,10 @@ class ClientPart:
 
     def control(self, clients: Sequence[int]) -> Tensor | None:
         """What clients add to each gradient, (clients, k)."""
+        return None
+
+    def statistics(self, clients: Sequence[int]) -> Tensor | None:
+        """Running statistics that clients begin with, (s,) or (clients, s); None: those of the model."""
         return None
 
     def trained(self, clients: Sequence[int], trained: Trained, received: Tensor, round: int) -> Trained:
@@ -133,7 +140,9 @@ def blended(context: Context, received: Tensor, client: int, stage: str) -> Tens
 class Hostile(ClientPart):
     """Hostile clients send something else than what they trained."""
 
-    def __init__(self, context: Context, attack: Attack, stage: str) -> None:
+    def __init__(self, context: Context, stage: str) -> None:
+        attack = context.population.settings.attack
+        assert attack is not None
         self.context, self.attack, self.stage = context, attack, stage
 
     def sent(self, clients: Sequence[int], moved: Tensor, round: int) -> Tensor:
@@ -225,6 +234,50 @@ class ControlVariates(ClientPart):
         return self.book.base.new_zeros(self.book.count) if own is None else own
 
 
+class FederatedStatistics(ClientPart):
+    """Clients begin with the server's running statistics, and send theirs next to the update."""
+
+    def __init__(self, context: Context) -> None:
+        self.space = RunningStatistics(context.model).space
+        self.received: Tensor | None = None
+
+    def hear(self, what: str, values: Tensor, round: int) -> None:
+        if what == STATISTICS:
+            self.received = values
+
+    def statistics(self, clients: Sequence[int]) -> Tensor | None:
+        return self.received
+
+    def enclosed(self, clients: Sequence[int], trained: Trained, round: int) -> tuple[Parcel, Tensor] | None:
+        assert trained.statistics is not None
+        return Parcel(STATISTICS, round, self.space, EXACT), trained.statistics.float()
+
+
+class OwnStatistics(ClientPart):
+    """Each client has running statistics of its own, which are never sent (Li et al. 2021, FedBN)."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.begun = context, RunningStatistics(context.model).read()
+        self.ended: dict[int, Tensor] = {}  # of those who train now
+
+    def statistics(self, clients: Sequence[int]) -> Tensor | None:
+        kept = [self.context.memory.get(client, self.begun.device).get(STATISTICS) for client in clients]
+        return torch.stack([self.begun if own is None else own for own in kept])
+
+    def trained(self, clients: Sequence[int], trained: Trained, received: Tensor, round: int) -> Trained:
+        """Note the statistics; under secure sums no verdict comes, and they are kept at once."""
+        assert trained.statistics is not None
+        self.ended = dict(zip(clients, trained.statistics, strict=True))
+        if self.context.experiment.privacy.aggregation == "secagg":
+            for client, own in self.ended.items():
+                self.context.memory.put(client, round, **{STATISTICS: own})
+        return trained
+
+    def remembered(self, upload: Upload, taken: bool) -> Mapping[str, Tensor]:
+        own = self.ended[upload.client]
+        return {STATISTICS: own} if taken and bool(own.isfinite().all()) else {}
+
+
 class ZeroSumPads(ClientPart):
     """Clients add pads to their weighted updates that cancel over the cohort (the secure report; for comparison only)."""
 
@@ -267,6 +320,15 @@ class ServerPart:
     def end(self, round: int) -> None:
         """After a round."""
 
+    def measured(self, clients: Sequence[int], round: int) -> None:
+        """When clients were sent the model to measure it."""
+
+    def choose(self) -> None:
+        """When the round's weights are the best so far."""
+
+    def finish(self) -> None:
+        """When the stage is over, and the model has the chosen weights."""
+
 
 class ServerControl(ServerPart):
     """SCAFFOLD's c, the mean of all clients' control variates."""
@@ -286,6 +348,47 @@ class ServerControl(ServerPart):
         assert self.state.control is not None
         change = update.messages["control"].values.to(self.state.control.dtype)
         self.state.control += change / self.context.population.trainers
+
+
+class ServerStatistics(ServerPart):
+    """The server's running statistics: the mean of those that clients sent with accepted updates, weighted as these are."""
+
+    def __init__(self, context: ServerContext, clients: Clients, state: ServerState) -> None:
+        self.running, self.clients, self.state = RunningStatistics(context.model), clients, state
+        if state.statistics is None:
+            state.statistics = self.running.read()
+        self.running.write(state.statistics)
+        self.total, self.weight, self.before = torch.zeros(()), 0.0, 0
+
+    def begin(self, round: int) -> None:
+        assert self.state.statistics is not None
+        self.total, self.weight = torch.zeros_like(self.state.statistics, dtype=torch.float64), 0.0
+        self.before = self.state.taken
+
+    def broadcast(self, clients: Sequence[int], round: int) -> None:
+        assert self.state.statistics is not None
+        self.clients.tell(Parcel(STATISTICS, round, self.running.space, EXACT), clients, self.state.statistics.float())
+
+    def receive(self, update: Update) -> None:
+        self.total += update.weight * update.messages[STATISTICS].values.to(self.total.device, torch.float64)
+        self.weight += update.weight
+
+    def end(self, round: int) -> None:
+        """Take over the mean, unless too few replies came for the round to count."""
+        assert self.state.statistics is not None
+        if self.state.taken > self.before and self.weight:
+            self.state.statistics = (self.total / self.weight).to(self.state.statistics.dtype)
+            self.running.write(self.state.statistics)
+
+    def measured(self, clients: Sequence[int], round: int) -> None:
+        self.broadcast(clients, round)
+
+    def choose(self) -> None:
+        self.state.best_statistics = self.state.statistics
+
+    def finish(self) -> None:
+        if self.state.best_statistics is not None:
+            self.running.write(self.state.best_statistics)
 
 
 class ServerShares(ServerPart):
@@ -328,7 +431,7 @@ class ServerMasks(ServerPart):
 
 
 def server_parts(
-    context: Context,
+    context: ServerContext,
     clients: Clients,
     sums: Sums,
     book: MaskBook,
@@ -337,30 +440,28 @@ def server_parts(
 ) -> list[ServerPart]:
     """The parts that an experiment asks for where the server is."""
     settings, message = context.population.settings, context.experiment.message
-    parts: list[ServerPart] = []
-    if book.per_client:
-        parts.append(ServerMasks(book))
-    if settings.blend:
-        parts.append(ServerShares(context, clients, sums, book, state, introduce))
-    if settings.correction.kind == "scaffold":
-        parts.append(ServerControl(context, clients, book, state, Coding(message.down, message.group)))
-    return parts
+    statistics, down = changing(context.model, context.recipe), Coding(message.down, message.group)
+    asked: list[tuple[bool, Callable[[], ServerPart]]] = [
+        (book.per_client, lambda: ServerMasks(book)),
+        (settings.blend, lambda: ServerShares(context, clients, sums, book, state, introduce)),
+        (settings.correction.kind == "scaffold", lambda: ServerControl(context, clients, book, state, down)),
+        (statistics == "federated", lambda: ServerStatistics(context, clients, state)),
+    ]
+    return [make() for wanted, make in asked if wanted]
 
 
 def client_parts(context: Context, book: MaskBook) -> list[ClientPart]:
     """The parts that an experiment asks for where clients train, in the order in which they act."""
     settings, stage, message = context.population.settings, book.stage.name, context.experiment.message
-    parts: list[ClientPart] = []
-    if book.per_client:
-        parts.append(OwnMasks(context, book))
-    if settings.blend:
-        parts.append(Blending(context, stage))
-    if settings.attack is not None:
-        parts.append(Hostile(context, settings.attack, stage))
-    if message.error_feedback:
-        parts.append(ErrorFeedback(context, stage))
-    if settings.correction.kind == "scaffold":
-        parts.append(ControlVariates(context, book, Coding(message.up, message.group, message.top_k)))
-    if context.experiment.privacy.aggregation == "zero_sum":
-        parts.append(ZeroSumPads(context, stage))
-    return parts
+    statistics, up = changing(context.model, context.recipe), Coding(message.up, message.group, message.top_k)
+    asked: list[tuple[bool, Callable[[], ClientPart]]] = [
+        (book.per_client, lambda: OwnMasks(context, book)),
+        (settings.blend, lambda: Blending(context, stage)),
+        (settings.attack is not None, lambda: Hostile(context, stage)),
+        (message.error_feedback, lambda: ErrorFeedback(context, stage)),
+        (settings.correction.kind == "scaffold", lambda: ControlVariates(context, book, up)),
+        (statistics == "federated", lambda: FederatedStatistics(context)),
+        (statistics == "local", lambda: OwnStatistics(context)),
+        (context.experiment.privacy.aggregation == "zero_sum", lambda: ZeroSumPads(context, stage)),
+    ]
+    return [make() for wanted, make in asked if wanted]

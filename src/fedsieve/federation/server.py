@@ -70,6 +70,8 @@ class Rounds:
             self.choose(record, state.round == self.stage.length)
             if state.done:
                 self.show(state.theta if state.best is None else state.best)
+                for part in self.parts:
+                    part.finish()
             yield Tick(state.round, self.stage.length, record)
 
     def advance(self) -> Record:
@@ -252,6 +254,8 @@ class Rounds:
         called = self.clients.call(self.population.cohort(self.stage.name, number).tolist(), number)
         reached = [client for client in called if self.population.held[client]]
         self.broadcast(reached, number - 1)
+        for part in self.parts:
+            part.measured(reached, number - 1)
         self.book.state.ahead = reached
         try:
             total, count = self.sums(ask := Metrics(number - 1, self.context.recipe), reached, needed=False)
@@ -281,6 +285,8 @@ class Rounds:
         """What there is to know of the chosen round besides its weights."""
         state = self.state
         state.best_at, state.best_generation, state.best_mask = state.round, self.book.state.generation, self.book.bits
+        for part in self.parts:
+            part.choose()
 
     def show(self, vector: Tensor) -> None:
         """Give the model these weights."""

@@ -20,7 +20,7 @@ from fedsieve.train.objectives import PLAIN, Recipe
 from fedsieve.train.replay import Speed
 from fedsieve.wire.ledger import Ledger
 
-TENSORS = ("theta", "server", "best", "best_mask", "control")
+TENSORS = ("theta", "server", "best", "best_mask", "control", "statistics", "best_statistics")
 BITS = ("best_mask", "mask", "moved")  # these stay on the host
 
 
@@ -58,6 +58,8 @@ class ServerState:
     best: Tensor | None = None  # the chosen round's weights; None until a round was validated
     best_mask: Tensor | None = None  # and the bits of what trained in it
     control: Tensor | None = None  # SCAFFOLD's c
+    statistics: Tensor | None = None  # running ones of the model, where clients send theirs
+    best_statistics: Tensor | None = None  # and of the chosen round
     round: int = 0  # rounds done
     blending: bool = False  # whether clients know their shares in a blend
     memory: dict[str, int] = field(default_factory=dict)  # nodes: the valid version of what each remembers
