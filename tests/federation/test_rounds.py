@@ -499,7 +499,7 @@ def test_a_stage_ends_with_the_weights_of_its_chosen_round(federated, running, m
     def ended(*accuracies: float):
         left = iter(accuracies)
         with monkeypatch.context() as patch:
-            patch.setattr("fedsieve.runner.setup.measure", lambda *_: {"val_accuracy": next(left), "val_loss": 1.0})
+            patch.setattr("fedsieve.runner.setup.evaluate", lambda *_: {"val_accuracy": next(left), "val_loss": 1.0})
             found = running(
                 federated(*overrides, "stages.all.schedule=constant", f"stages.all.rounds={len(accuracies)}")
             )

@@ -13,7 +13,7 @@ from fedsieve.config import parse_config, to_yaml
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.wire.codec import Coding, encode
-from fedsieve.wire.ledger import Ledger
+from fedsieve.wire.ledger import Ledger, Line
 
 SPACE = ParamSpace(
     ("backbone.blocks.0.a", "backbone.blocks.0.b", "backbone.blocks.1.a", "backbone.norm.weight"),
@@ -137,7 +137,7 @@ def make_federated(tmp_path: Path) -> Callable[..., Path]:
         ledger = Ledger(folder / "ledger.csv")
         records = [{"index": 1, "stage": "head", "round": 1, "cohort": 6, "replies": 6, "refused": {}, "seconds": 0.5}]
         for client in range(6):
-            ledger.add("head", 1, client, "up", "statistics", 1000)
+            ledger.add(Line("head", 1, client, "up", "statistics", 1000))
         moved = None
         for number in range(rounds if finished else 2):
             one = masks[max(first for first in masks if first <= number + 1)] if masks else drawn_mask(0)
@@ -145,10 +145,10 @@ def make_federated(tmp_path: Path) -> Callable[..., Path]:
             lost = [2] if number == 1 else []
             for client in range(3):
                 size = len(encode(torch.ones(moved.count), down, moved, round=number, client=client))
-                ledger.add("backbone", number + 1, client, "down", "model", size)
+                ledger.add(Line("backbone", number + 1, client, "down", "model", size))
                 if client not in lost:
                     size = len(encode(torch.randn(one.count), up, one, round=number, client=client))
-                    ledger.add("backbone", number + 1, client, "up", "update", size)
+                    ledger.add(Line("backbone", number + 1, client, "up", "update", size))
             records.append(
                 {
                     "index": number + 2,

@@ -9,7 +9,7 @@ from fedsieve.report.folder import read_masks, read_run
 from fedsieve.report.traffic import inverse, of_dense, read_traffic, so_far
 from fedsieve.wire.bits import entropy
 from fedsieve.wire.codec import OVERHEAD, Coding, encode, limit_bytes
-from fedsieve.wire.ledger import Ledger, totals
+from fedsieve.wire.ledger import Ledger, Line, totals
 from fedsieve.wire.values import BITS
 
 FORMATS = ("fp32", "bf16", "fp16", "int8", "int4", "sign", "coo")
@@ -81,8 +81,8 @@ def test_an_enclosed_mask_is_no_weights(make_federated):
         for number in range(2):
             values = torch.randn(mask.count)
             message = encode(values, Coding("int8"), mask, round=number, client=client, enclose=number == 0)
-            ledger.add("backbone", number + 1, client, "up", "update", len(message))
-        ledger.add("backbone", 2, client, "down", "model", OVERHEAD + 4 * 77)
+            ledger.add(Line("backbone", number + 1, client, "up", "update", len(message)))
+        ledger.add(Line("backbone", 2, client, "down", "model", OVERHEAD + 4 * 77))
     ledger.close()
     found = kinds(traffic_of(folder)["backbone"])
     sizes = [mask.count for mask in own.values()]

@@ -115,7 +115,7 @@ def test_features_computed_once_train_like_images_every_epoch(tiny, monkeypatch)
 
 def test_the_chosen_epoch_is_the_first_best_on_validation(tiny, monkeypatch):
     scores = iter([0.2, 0.5, 0.5, 0.4])
-    monkeypatch.setattr("fedsieve.runner.setup.measure", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
+    monkeypatch.setattr("fedsieve.runner.setup.evaluate", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
     setup = prepare(tiny(ONE, "stages.s.epochs=4"), quiet())
     stage = CentralStage(setup, tiny(ONE, "stages.s.epochs=4").stages[0])
     space, state, ticks = stage.space, stage.state, stage.ticks()
@@ -126,7 +126,7 @@ def test_the_chosen_epoch_is_the_first_best_on_validation(tiny, monkeypatch):
 
 def test_early_stopping_waits_as_long_as_asked(tiny, monkeypatch):
     scores = iter([0.2, 0.5, 0.4, 0.3, 0.9])
-    monkeypatch.setattr("fedsieve.runner.setup.measure", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
+    monkeypatch.setattr("fedsieve.runner.setup.evaluate", lambda *_: {"val_accuracy": next(scores), "val_loss": 1.0})
     _, _, state, found = records(tiny(ONE, "stages.s.epochs=9", "stages.s.early_stopping=2"))
     assert (len(found), state.best_at, state.done) == (4, 2, True)
 

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsieve.errors import FedsieveError
-from fedsieve.wire.ledger import COLUMNS, Ledger, totals
+from fedsieve.wire.ledger import COLUMNS, Ledger, Line, totals
 
 
 def fill(ledger: Ledger, rounds: range) -> None:
     for round in rounds:
         for client in range(3):
-            ledger.add("backbone", round, client, "down", "model", 100)
-            ledger.add("backbone", round, client, "up", "update", 10 + round, "ok" if client else "checksum")
+            ledger.add(Line("backbone", round, client, "down", "model", 100))
+            ledger.add(Line("backbone", round, client, "up", "update", 10 + round, "ok" if client else "checksum"))
 
 
 def test_a_ledger_reopened_at_an_offset_is_the_one_written_in_one_go(tmp_path):
@@ -36,9 +36,9 @@ def test_a_ledger_reopened_at_an_offset_is_the_one_written_in_one_go(tmp_path):
 
 def test_totals_are_by_stage_and_round_and_leave_out_a_cut_line(tmp_path):
     ledger = Ledger(tmp_path / "ledger.csv")
-    ledger.add("head", 1, 0, "up", "head", 7)
+    ledger.add(Line("head", 1, 0, "up", "head", 7))
     fill(ledger, range(2, 4))
-    ledger.add("backbone", 3, 0, "up", "update", 10**12)
+    ledger.add(Line("backbone", 3, 0, "up", "update", 10**12))
     ledger.close()
     ledger.path.write_bytes(ledger.path.read_bytes()[:-1])
     sums = totals(ledger.path)

@@ -12,6 +12,7 @@ from rich.console import Console
 import fedsieve
 from fedsieve import launch
 from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.plugins import take_plugins
 
 if TYPE_CHECKING:
     pass
@@ -24,7 +25,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Fine-tune pretrained models, sparsely, centrally or across clients. Start with `fedsieve demo`.",
+    help="Fine-tune pretrained models, sparsely, centrally or across clients. Start with `fedsieve demo`.\n\n"
+    "Every command takes `--plugin FILE.py` or `--plugin PACKAGE`: code of yours that adds words with `fedsieve.register`.",
 )
 console = Console()
 
@@ -115,7 +117,7 @@ def one_of(key: str, word: str, allowed: tuple[str, ...]) -> Any:
 def main(arguments: list[str] | None = None, call: Callable[..., Any] = app) -> None:
     """Run the command line; a user's mistake ends in a message, without a traceback."""
     try:
-        call(args=arguments)
+        call(args=take_plugins(sys.argv[1:] if arguments is None else arguments))
     except FedsieveError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:

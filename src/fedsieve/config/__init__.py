@@ -2,7 +2,7 @@
 
 # fmt: off
 # isort: off
-from fedsieve.config.choice import FAMILIES, Choice, register
+from fedsieve.config.choice import FAMILIES, Choice, register, words_in
 from fedsieve.config.conflicts import too_many
 from fedsieve.config.reading import (
     apply_overrides, load_config, make_experiment, override_place, parse_config, parse_yaml, read_config, to_yaml
@@ -23,5 +23,5 @@ __all__ = [
     "Local", "Lora", "Message", "Model", "Noised", "ObjectiveChoice", "Optimizer", "Part", "Partition",
     "PersonalMethod", "Positive", "Privacy", "Ridge", "Rule", "Server", "Sieve", "Stage", "Strict", "TrackerChoice",
     "Transform", "apply_overrides", "dropped", "load_config", "make_experiment", "override_place", "parse_config",
-    "parse_yaml", "read_config", "register", "to_yaml", "too_many",
+    "parse_yaml", "read_config", "register", "to_yaml", "too_many", "words_in",
 ]

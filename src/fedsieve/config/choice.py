@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import Field, ValidationError, create_model, model_serializer, model_validator
+from pydantic import BaseModel, Field, ValidationError, create_model, model_serializer, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from fedsieve.config.strict import Strict
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedsieve.config.schema import Experiment
 
 FAMILIES: dict[str, type["Choice"]] = {}  # by what one of its words is called
+ORIGIN: list[str] = []  # the plugin that is being imported, with its digest
 
 
 class Choice(Strict):
@@ -33,6 +34,7 @@ class Choice(Strict):
     word: ClassVar[str] = ""  # empty: a family
     home: ClassVar[Any] = None  # the implementation: "module:name", or the object itself; None: part of the engine
     foreign: ClassVar[bool] = False  # whether the implementation comes from outside the package
+    origin: ClassVar[str] = ""  # the plugin that brought it, with its digest
 
     def __new__(cls, **fields: Any) -> Self:
         """An instance of the word's class where a family is called."""
@@ -208,12 +210,24 @@ def declare(
     made = create_model(word, __base__=family, __doc__=text or (inspect.getdoc(piece) or ""), **fields)
     if listed and word in family.words:
         raise FedsieveError(f'{family.family}: "{word}" exists already. Choose another name')
-    made.word, made.home, made.foreign = word, piece, True
+    made.word, made.home, made.foreign, made.origin = word, piece, True, "".join(ORIGIN[-1:])
     for name, value in more.items():
         setattr(made, name, value)
     if listed:
         family.words[word] = made
     return made
+
+
+def words_in(settings: Any) -> Iterator[Choice]:
+    """All words that are chosen somewhere in some settings."""
+    if isinstance(settings, Choice):
+        yield settings
+    if isinstance(settings, BaseModel):
+        for name in type(settings).model_fields:
+            yield from words_in(getattr(settings, name))
+    elif isinstance(settings, list | tuple):
+        for one in settings:
+            yield from words_in(one)
 
 
 def register(family: str, word: str, **more: Any) -> Callable[[Any], Any]:

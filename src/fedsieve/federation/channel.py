@@ -10,7 +10,7 @@ from fedsieve.mask.mask import Mask
 from fedsieve.model.space import Layout
 from fedsieve.randomness import generator
 from fedsieve.wire.codec import Coding, Decoded, MessageError, decode_many, encode_many
-from fedsieve.wire.ledger import Direction, Ledger
+from fedsieve.wire.ledger import Direction, Ledger, Line
 
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
 EXACT, FP64, NO_VALUES = Coding("fp32"), Coding("fp64"), Coding("none")
@@ -102,7 +102,7 @@ class Tally:
     def note(self, round: int, client: int, way: Direction, what: str, size: int, status: str = "ok") -> None:
         """Write down one message."""
         if self.ledger is not None:
-            self.ledger.add(self.stage, round + 1, client, way, what, size, status)
+            self.ledger.add(Line(self.stage, round + 1, client, way, what, size, status))
 
     def silence(self, what: str, clients: Sequence[int], round: int, way: Direction, reason: str) -> None:
         """Write down that nothing came of a message, and why."""

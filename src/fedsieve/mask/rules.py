@@ -6,6 +6,7 @@ from functools import cached_property
 from torch import Tensor
 
 from fedsieve.config import Rule, Sieve
+from fedsieve.errors import FedsieveError
 from fedsieve.foreign import called, expect
 from fedsieve.mask.calibration import hybrid as combined
 
@@ -47,6 +48,8 @@ class Evidence:
 
 def scores_of(rule: Rule, evidence: Evidence) -> Tensor:
     """The scores (D,) that a rule gives."""
+    if rule.home is None:
+        raise FedsieveError(f"mask.rule: {rule.kind} needs a finished mask: name one with mask.file")
     if not rule.foreign:
         return rule.made()(evidence)
     where = f"mask.rule: {rule.kind}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import fedsieve
+from fedsieve import plugins
 from fedsieve.config import Experiment
 from fedsieve.errors import FedsieveError
 from fedsieve.train.feed import Autocast
@@ -77,6 +78,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": device_name(device),
     }
+    if plugins.LOADED:
+        described["plugins"] = {Path(name).name: digest for name, digest in plugins.LOADED.items()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             described[package] = metadata.version(package)

@@ -41,7 +41,8 @@ from fedsieve.config import (
 )
 from fedsieve.data.partitions import Shards, make_partition, shards_of
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.state import ServerContext, ServerState
+from fedsieve.federation.population import dealt
+from fedsieve.federation.state import ServerState
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
 from fedsieve.model.weights import digest
@@ -194,21 +195,18 @@ class Federated:
         self._journal.restore(marks, self._setup.device)
         stack = contextlib.ExitStack()
         stack.enter_context(self._journal.open([]))
-        self._context = self._make_context()
+        settings = experiment.federation
+        assert settings is not None
+        people = dealt(settings, experiment.seed, self._shards, class_labels(self._setup.train))
+        self._setup = replace(self._setup, people=people)
+        saved_state = self._journal.state.federation
+        self._context = make_context(self._setup, self._initial, self._folder, "", saved_state)
         stack.callback(self._context.ledger.close)
         weakref.finalize(self, stack.close)
         state = self._journal.state
         assert state.stage is None or isinstance(state.stage, ServerState)
         self.history += [Record.read(line) for line in state.lines]
         self._begin(state.stage, given)
-
-    def _make_context(self) -> ServerContext:
-        from fedsieve.federation.population import dealt
-
-        setup, federation = self._setup, self._setup.experiment.federation
-        assert federation is not None
-        people = dealt(federation, setup.experiment.seed, self._shards, class_labels(setup.train))
-        return make_context(setup, self._initial, self._folder, "", self._journal.state.federation, people=people)
 
     def _begin(self, state: ServerState | None, given: Mask | None = None) -> None:
         """Start the stage, or continue it from a state, under the settings of now."""

@@ -59,14 +59,13 @@ def make_context(
     mark: str,
     saved: Mapping[str, Any],
     team: Team | None = None,
-    people: Population | None = None,
 ) -> ServerContext:
     """What the federated stages share. `saved` is what `saved_context` gave at the last checkpoint, or empty.
 
-    Under differential privacy `mark` names the settings that the noise belongs to. `people` are clients that exist already.
+    Under differential privacy `mark` names the settings that the noise belongs to.
     """
     experiment, train, account = setup.experiment, setup.train, None
-    population = people or populate(experiment, train.labels.cpu().numpy(), train.rows)
+    population = setup.people or populate(experiment, train.labels.cpu().numpy(), train.rows)
     if experiment.privacy.dp is not None:
         given = saved.get("account", {})
         key = bound_key(load_or_make_key(folder / "checkpoints" / "dp.key", resumed=bool(given)), mark)

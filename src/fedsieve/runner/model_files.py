@@ -10,6 +10,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from fedsieve import plugins
 from fedsieve.config import Experiment, Model, load_config, parse_config, to_yaml
 from fedsieve.errors import FedsieveError
 from fedsieve.files import with_notes, write_atomic
@@ -37,7 +38,22 @@ def read_experiment(folder: Path) -> Experiment:
     """The experiment of a run folder."""
     if not (folder / "config.yaml").exists():
         raise FedsieveError(f"{folder}: not a run folder (it has no config.yaml). `fedsieve run` makes one")
-    return load_config(folder / "config.yaml")
+    try:
+        return load_config(folder / "config.yaml")
+    except FedsieveError as error:
+        missing = [name for name in _plugins(folder) if name not in {Path(loaded).name for loaded in plugins.LOADED}]
+        if not missing:
+            raise
+        asked = " ".join(f"--plugin {name}" for name in missing)
+        raise FedsieveError(f"{folder}: this run uses words of a plugin: add {asked}. ({error})") from None
+
+
+def _plugins(folder: Path) -> list[str]:
+    """The plugins that a run was started with."""
+    try:
+        return [str(name) for name in json.loads((folder / "environment.json").read_text()).get("plugins", {})]
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def save_model(file: Path, setup: Setup) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor
 
-from fedsieve.config import Data, Experiment, Model, parse_config
+from fedsieve.config import Data, Experiment, Model, parse_config, words_in
 from fedsieve.data.image_tables import cache_folder
 from fedsieve.data.sources import keep_classes
 from fedsieve.data.splits import hold_out
@@ -38,7 +38,9 @@ def config_digest(experiment: Experiment) -> str:
         "test": True,
         "data": {"cache", "placement"},
     }
-    return hashlib.blake2b(experiment.model_dump_json(exclude=incidental).encode(), digest_size=16).hexdigest()
+    plugins = sorted({word.origin for word in words_in(experiment)} - {""})
+    content = experiment.model_dump_json(exclude=incidental) + "".join(plugins)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def prepare(experiment: Experiment, display: Display, shared: Shared | None = None, server: bool = True) -> Setup:

@@ -13,6 +13,7 @@ from fedsieve.data.image_tables import Split
 from fedsieve.data.sources import keep_classes
 from fedsieve.data.transforms import Transform
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.population import Population
 from fedsieve.model.build import Classifier, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import digest
@@ -46,6 +47,7 @@ class Setup:
     shared: Shared
     transform: Transform | None = None  # None: inputs are a user's own
     recipe: Recipe = PLAIN
+    people: Population | None = None  # clients that exist already; None: as the partition deals
     trains: Callable[[str], bool] | None = None  # which parameters train, by name; None: the parts that a stage names
 
     @property

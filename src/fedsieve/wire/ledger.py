@@ -23,7 +23,7 @@ class Line(NamedTuple):
     direction: Direction
     what: str
     size: int
-    status: str
+    status: str = "ok"
 
 
 class Ledger:
@@ -65,12 +65,10 @@ class Ledger:
                 1,
             ) from None
 
-    def add(
-        self, stage: str, round: int, client: int, direction: Direction, what: str, size: int, status: str = "ok"
-    ) -> None:
-        """Count a message of `size` bytes; `status` is "ok", or the reason why it was refused."""
-        self.total[direction] += size
-        self._write(f"{stage},{round},{client},{direction},{what},{size},{status}\n")
+    def add(self, line: Line) -> None:
+        """Count a message."""
+        self.total[line.direction] += line.size
+        self._write(",".join(map(str, line)) + "\n")
 
     def _write(self, text: str) -> None:
         data = text.encode()
