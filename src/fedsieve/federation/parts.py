@@ -14,7 +14,7 @@ from fedsieve.config import Sieve
 from fedsieve.federation.asks import Shares
 from fedsieve.federation.attacks import gaussian_noise, nan, sign_flip, stale_replay
 from fedsieve.federation.calibrate import client_masks
-from fedsieve.federation.channel import EXACT, Parcel, Reply, rounding_key
+from fedsieve.federation.channel import EXACT, STATISTICS, Parcel, Reply, rounding_key
 from fedsieve.federation.clients import Clients, Update
 from fedsieve.federation.executors import Trained
 from fedsieve.federation.maskbook import MaskBook
@@ -24,8 +24,6 @@ from fedsieve.mask.mask import Mask
 from fedsieve.privacy import zero_sum
 from fedsieve.train.modes import RunningStatistics, changing
 from fedsieve.wire.codec import Coding, Decoded
-
-STATISTICS = "statistics"  # running ones, as a message and in a client's memory
 
 
 @dataclass(frozen=True, eq=False)
