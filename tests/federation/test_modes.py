@@ -1,6 +1,7 @@
 """Train mode and running statistics, on executors and over rounds, against plain torch loops."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,10 +13,12 @@ from torch import nn
 
 from fedsieve.config import Correction, Local, Optimizer
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.distributed import Begin, Train
 from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor
 from fedsieve.federation.local import local_rounds
 from fedsieve.federation.memory import ClientMemory
 from fedsieve.federation.state import ServerState
+from fedsieve.federation.team import Desk
 from fedsieve.federation.work import Draws, local_work
 from fedsieve.model.space import ParamSpace
 from fedsieve.runner.federated import make_context
@@ -153,6 +156,29 @@ def test_a_batch_of_one_example_without_statistics_is_explained():
     task.model.conv = nn.Conv2d(3, 6, 6).double()  # one place per channel
     with pytest.raises(FedsieveError, match="client 0 has a batch of one example"):
         train(replace(task, model=task.model), [lone])
+
+
+@pytest.mark.parametrize("statistics", ["federated", "local"])
+def test_another_rank_gives_the_same_bits_and_is_sent_no_function(statistics):
+    recipe = Recipe(
+        lambda outputs, labels: F.cross_entropy(outputs, labels, reduction="none"), {}, True, "train", statistics
+    )
+    task, works = made(recipe, drop=0.3)
+    own = torch.rand(3, 12, dtype=torch.float64) if statistics == "local" else torch.rand(12, dtype=torch.float64)
+    expected = train(task, works, statistics=own)
+    other, _ = made(recipe, drop=0.3)
+    desk = Desk(other.model, other.feed, nullcontext, "eager", 0, recipe)
+    begin, ask = (
+        pickle.loads(pickle.dumps(request))
+        for request in (
+            Begin.like(Sequential(task, None)),
+            Train(works, task.theta.detach().clone(), None, None, 0.1, own),
+        )
+    )
+    assert not list(begin.perform(desk))
+    for found, (moved, sums, gradients, ended) in zip(expected, ask.perform(desk), strict=True):
+        assert torch.equal(found.moved, moved) and torch.equal(found.sums, sums) and gradients is None
+        assert torch.equal(found.statistics, ended)
 
 
 # --- over rounds -----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.norm, self.out = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+        self.words, self.norm, self.out = nn.Embedding(11, 8, padding_idx=2), nn.LayerNorm(8), nn.Linear(8, 5)
 
     def forward(self, inputs):
         seen = self.words(inputs["words"]) * inputs["mask"][..., None]
@@ -147,6 +147,18 @@ def test_own_models_train_as_in_a_plain_loop(case, stacked):
     torch.testing.assert_close(moved, expected)
     assert sums.shape == (3, 3 if task.recipe.accuracy else 2)
     assert sums[:, -1].tolist() == [sum(int((step >= 0).sum()) for step in work.examples) for work in cohort.works]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_embeddings_train_as_in_a_plain_loop_and_padding_stays(stacked):
+    task, cohort, began = made("dict of tokens", train=lambda name: True)
+    expected = by_hand("dict of tokens", task, cohort, began, mean_by_example)
+    executor = make_executor("stacked" if stacked else "sequential", task, None, 2, 4, lambda _: None)
+    assert isinstance(executor, Stacked if stacked else Sequential)
+    moved, _ = trained(executor, cohort)
+    torch.testing.assert_close(moved, expected)
+    words = task.space.view(moved, "words.weight")
+    assert (words[:, 2] == 0).all() and (words != 0).any(2).any(0).sum() > 5
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsieve.config import Sieve
 from fedsieve.federation.calibrate import client_scores, scored_rows
-from fedsieve.federation.channel import EXACT, FP64
+from fedsieve.federation.channel import EXACT, FP64, STATISTICS
 from fedsieve.federation.clients import Features, NotFinite, Part, Place
 from fedsieve.federation.least_squares import LOSSES, losses_at_scales, statistics, statistics_space
 from fedsieve.mask.mask import Mask
@@ -54,7 +54,7 @@ class Metrics:
         own, parts = self.recipe.statistics == "local", []
         for group in [[client] for client in clients] if own or self.recipe.metrics else [clients]:
             held = task.feed.take(np.concatenate([people.validation(client) for client in group]))
-            kept = place.context.memory.get(group[0], held.labels.device).get("statistics") if own else None
+            kept = place.context.memory.get(group[0], held.labels.device).get(STATISTICS) if own else None
             with RunningStatistics(task.model).set_to(kept):
                 parts.append(measure_each(task.model, held, task.autocast, self.recipe))
         values = torch.cat(parts)

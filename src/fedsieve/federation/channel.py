@@ -13,6 +13,7 @@ from fedsieve.wire.codec import Coding, Decoded, MessageError, decode_many, enco
 from fedsieve.wire.ledger import Direction, Ledger, Line
 
 EVERYONE = 2**32 - 1  # the client number of a message that is the same for all
+STATISTICS = "statistics"  # running ones, as a message and in a client's memory
 EXACT, FP64, NO_VALUES = Coding("fp32"), Coding("fp64"), Coding("none")
 Reply = Decoded | MessageError
 Sealed = Callable[["Parcel", Sequence[memoryview], Sequence[int]], None]  # sees messages that leave, and their n

@@ -21,7 +21,7 @@ from fedsieve.config import PersonalMethod, Stage
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.asks import METRICS, Losses, Metrics, Scores, Statistics
 from fedsieve.federation.calibrate import Calibration, sieve_at, unscored
-from fedsieve.federation.channel import EXACT, FP64, Channel, Parcel, Tally
+from fedsieve.federation.channel import EXACT, FP64, STATISTICS, Channel, Parcel, Tally
 from fedsieve.federation.clients import Ask, NotFinite, SecretSum, Worked
 from fedsieve.federation.executors import Task
 from fedsieve.federation.least_squares import head_space
@@ -40,6 +40,7 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.secagg import OVERHEAD, PHASES, SumClient, threshold_of
 from fedsieve.train.feed import Examples, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, predict
+from fedsieve.train.modes import RunningStatistics
 from fedsieve.train.sieve import starting_mask
 from fedsieve.wire.codec import Coding
 from fedsieve.wire.envelope import wrap
@@ -278,6 +279,11 @@ class Question:
         else:
             raise LostMemory(f"it does not have the weights of round {head['round'] + 1}")
         book.lay(self.received, self.down, theta)
+        if (message := self.parts.get(STATISTICS)) is not None:
+            running = RunningStatistics(model)
+            parcel = Parcel(STATISTICS, head["round"], running.space, EXACT)
+            running.write(parcel.open(message, device=self.device).values)
+            clients.hear(STATISTICS, running.read(), head["round"])
         return clients
 
     def _book(self, theta: Tensor) -> MaskBook:

@@ -14,7 +14,7 @@ from fedsieve.config import Sieve
 from fedsieve.federation.asks import Shares
 from fedsieve.federation.attacks import Scene
 from fedsieve.federation.calibrate import client_masks
-from fedsieve.federation.channel import EXACT, Parcel, Reply, rounding_key
+from fedsieve.federation.channel import EXACT, STATISTICS, Parcel, Reply, rounding_key
 from fedsieve.federation.clients import Clients, Update
 from fedsieve.federation.executors import Trained
 from fedsieve.federation.maskbook import MaskBook
@@ -26,8 +26,6 @@ from fedsieve.privacy import zero_sum
 from fedsieve.randomness import generator
 from fedsieve.train.modes import RunningStatistics, changing
 from fedsieve.wire.codec import Coding, Decoded
-
-STATISTICS = "statistics"  # running ones, as a message and in a client's memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.channel import FP64, Parcel, Reply, Tally
+from fedsieve.federation.channel import EXACT, FP64, STATISTICS, Parcel, Reply, Tally
 from fedsieve.federation.clients import Ask, Exchange, Refusal, SecretSum, TrainReply, Update, Worked
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.registry import Registry
@@ -19,6 +19,7 @@ from fedsieve.federation.state import ServerContext
 from fedsieve.federation.vectors import Span
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.secagg import Arrival
+from fedsieve.train.modes import RunningStatistics, changing
 from fedsieve.train.objectives import PLAIN, Recipe
 from fedsieve.wire.codec import Coding, Decoded, MessageError
 from fedsieve.wire.envelope import unwrap, wrap
@@ -155,6 +156,7 @@ class RemoteClients:
         self.up = Coding(message.up, message.group, message.top_k)
         self.secret = context.experiment.privacy.aggregation == "secagg"
         self.scaffold = self.people.settings.correction.kind == "scaffold"
+        self.averages = changing(context.model, context.recipe) == "federated"
         self.lost: dict[int, str] = {}
         self.waited = 0.0
         self._here: list[int] = []  # clients of this round that can be reached
@@ -212,6 +214,8 @@ class RemoteClients:
             parcels = [Parcel("update", round, over, self.up)]
         if self.scaffold and not isinstance(answer, MessageError):
             parcels.append(Parcel("control", round, book.trains, self.up))
+        if self.averages and not isinstance(answer, MessageError):
+            parcels.append(Parcel(STATISTICS, round, RunningStatistics(self.context.model).space, EXACT))
         replies = {parcel.what: self.mailbox.take(parcel, client, answer, self.device) for parcel in parcels}
         if errors := [reply for reply in replies.values() if isinstance(reply, MessageError)]:
             if not isinstance(answer, MessageError):

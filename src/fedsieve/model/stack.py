@@ -148,7 +148,7 @@ class Stack:
                 forwards[module] = self._gelu
                 continue
             mine = [name for name in names.values() if name in self.leaves]
-            if isinstance(module, (nn.Linear, nn.LayerNorm, nn.BatchNorm2d, nn.Conv2d)):
+            if isinstance(module, (nn.Linear, nn.LayerNorm, nn.BatchNorm2d, nn.Conv2d, nn.Embedding)):
                 if mine:
                     forwards[module] = self._layer(path, module, names)
                 continue
@@ -457,6 +457,22 @@ def _conv(module: nn.Conv2d, stack: Stack, names: dict[str, str]) -> Callable[[T
     return forward
 
 
+def _embedding(module: nn.Embedding, stack: Stack, names: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise FedsieveError("an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be stacked")
+    table, padding = stack.leaves[names["weight"]], module.padding_idx
+
+    def forward(inputs: Tensor) -> Tensor:
+        own = inputs.unflatten(0, (stack.clients, -1))
+        first = torch.arange(stack.clients, device=inputs.device) * module.num_embeddings
+        rows = own + first.view(-1, *[1] * inputs.dim())
+        found = F.embedding(rows.flatten(0, 1), table.flatten(0, 1))
+        # What stands for padding has no gradient.
+        return found if padding is None else torch.where((inputs == padding)[..., None], found.detach(), found)
+
+    return forward
+
+
 @functools.cache
 def layers() -> dict[type[nn.Module], Callable[..., Callable[[Tensor], Tensor]]]:
     """What stacks a layer, by its exact type: a subclass may compute something else."""
@@ -470,6 +486,7 @@ def layers() -> dict[type[nn.Module], Callable[..., Callable[[Tensor], Tensor]]]
         LayerNorm: _layer_norm,
         nn.BatchNorm2d: _batch_norm,
         nn.Conv2d: _conv,
+        nn.Embedding: _embedding,
     }
 
 

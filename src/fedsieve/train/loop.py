@@ -18,6 +18,7 @@ from fedsieve.errors import Diverged, FedsieveError
 from fedsieve.mask.mask import Mask
 from fedsieve.randomness import generator
 from fedsieve.train.feed import Autocast, Examples
+from fedsieve.train.modes import RunningStatistics, changing, own_draws, seed_layers, training
 from fedsieve.train.objectives import PLAIN, Recipe, correct, widened
 from fedsieve.train.optimizers import SparseAdamW, SparseSGDM
 from fedsieve.train.record import Record, merit
@@ -35,6 +36,8 @@ class StageState:
     sums: Tensor  # loss and correct answers over the epoch under way, (2,) float64
     optimizer: dict[str, Tensor] = field(default_factory=dict)  # its buffers, one entry per weight that trains
     best: Tensor | None = None  # the chosen epoch's weights; None until an epoch was validated
+    statistics: Tensor | None = None  # running ones of the model, where they change
+    best_statistics: Tensor | None = None  # and of the chosen epoch
     epoch: int = 0  # whole epochs done
     step: int = 0  # steps done in the epoch under way
     best_at: int | None = None
@@ -59,7 +62,7 @@ class StageState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by names that `restore` understands."""
-        own = {name: getattr(self, name) for name in ("theta", "sums", "best")}
+        own = {name: getattr(self, name) for name in TENSORS if name != "optimizer"}
         own |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.items()}
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 
@@ -73,7 +76,7 @@ class StageState:
         return cls(**own, optimizer=optimizer, **numbers)
 
 
-TENSORS = ("theta", "sums", "best", "optimizer")
+TENSORS = ("theta", "sums", "best", "statistics", "best_statistics", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dic
         theta.copy_(state.theta)
     optimizer.state[theta] = state.optimizer  # one dictionary, so the state follows the optimizer
     state.theta = theta.detach()  # a view: the state follows the weights
+    running, moving = RunningStatistics(model), changing(model, recipe) in ("federated", "local")
+    if state.statistics is not None:
+        running.write(state.statistics)
 
     if task.speed in COMPILING:
         task.say(TOLD)
@@ -139,7 +145,19 @@ def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dic
             total = loss.detach() * len(labels)
             return torch.stack([total, torch.zeros_like(total) if right is None else right])
 
-    gradient = Replay(differentiate, on=task.speed != "eager" and recipe.on_outputs, say=task.say)
+    def step_in_mode(step: int, *batch: Tensor) -> Tensor:
+        """`differentiate` with modules as the recipe trains them; where all examples are, moving statistics are the model's."""
+        with training(model, recipe), own_draws(theta.device):
+            if recipe.mode == "train":
+                seed_layers((task.seed, stage.name), state.epoch, step)
+            sums = differentiate(*batch)
+            state.statistics = running.read() if moving else None
+        if state.statistics is not None:
+            running.write(state.statistics)
+        return sums
+
+    plain = recipe.mode == "eval" and recipe.statistics == "frozen"
+    gradient = Replay(differentiate, on=task.speed != "eager" and plain and recipe.on_outputs, say=task.say)
     assert stage.epochs is not None
     per_epoch = math.ceil(len(train) / stage.batch_size)
     steps, warmup = per_epoch * stage.epochs, round(stage.warmup_epochs * per_epoch)
@@ -151,7 +169,8 @@ def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dic
             examples = order[step * stage.batch_size : (step + 1) * stage.batch_size]
             rate = learning_rate(state.epoch * per_epoch + step, steps, settings.lr, stage.schedule, warmup)
             optimizer.param_groups[0]["lr"] = rate
-            sums = gradient(*train.fetch(examples, draws))
+            batch = train.fetch(examples, draws)
+            sums = gradient(*batch) if plain else step_in_mode(step, *batch)
             optimizer.step()
             state.sums += sums  # on the device until the epoch ends, so that no step waits for it
             seen += len(examples)
@@ -180,6 +199,8 @@ def train_stage(task: CentralTask, state: StageState, validate: Callable[[], dic
         if state.done and state.best is not None:
             with torch.no_grad():
                 theta.copy_(state.best)
+            if state.best_statistics is not None:
+                running.write(state.best_statistics)
         yield Tick(steps if state.done else state.epoch * per_epoch, steps, record)
 
 
@@ -211,7 +232,7 @@ def _end_epoch(stage: Stage, state: StageState, record: Record) -> None:
         state.best_at = state.epoch
         state.chosen = record.starting_with("val_")
         if validated:
-            state.best = state.theta.clone()
+            state.best, state.best_statistics = state.theta.clone(), state.statistics
     assert state.best_at is not None
     waited = state.epoch - state.best_at
     state.done = state.epoch == stage.epochs or (stage.early_stopping is not None and waited >= stage.early_stopping)
