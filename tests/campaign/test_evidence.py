@@ -24,6 +24,7 @@ from fedsieve.config import parse_config, to_yaml
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.report.masks import pairs
+from fedsieve.report.measuring import spent
 from fedsieve.report.series import overlap
 from fedsieve.wire.ledger import COLUMNS
 
@@ -317,6 +318,17 @@ def test_seconds_do_not_tell_what_only_the_first_row_of_a_process_computes(tmp_p
     two = recorded(tmp_path / "two", {"seconds": 2.0}, *alike)
     assert one.mean("last.seconds") == pytest.approx(4 * 2.05) and two.mean("last.seconds") == pytest.approx(4 * 2.0)
     assert recorded(tmp_path / "short", {"seconds": 60.0}).mean("last.seconds") is None
+    rising = [{"val_accuracy": accuracy} for accuracy in (0.1, 0.4, 0.6, 0.7)]
+    first, later = (
+        recorded(
+            tmp_path / name, *(time | seen for time, seen in zip([{"seconds": start}, *alike], rising, strict=True))
+        )
+        for name, start in (("first", 60.0), ("later", 2.0))
+    )
+    assert first.mean("seconds_to_50") == pytest.approx(3 * 2.05)
+    assert later.mean("seconds_to_50") == pytest.approx(3 * 2.0)
+    assert spent(first.runs[0], "seconds") == pytest.approx(2.05 * np.arange(1, 5))
+    assert recorded(tmp_path / "one round", {"seconds": 60.0, "val_accuracy": 0.6}).mean("seconds_to_50") is None
 
 
 def test_the_gain_of_a_stage_is_over_the_stage_before_it(tmp_path):
