@@ -18,7 +18,7 @@ from tests.conftest import TINY
 
 from fedsieve.campaign.definition import ClaimSpec, Row
 from fedsieve.campaign.engine import FAILED, Outcome, read_outcome
-from fedsieve.campaign.evidence import TRIES, RowResult, Tried, agreement, judge, next_settings
+from fedsieve.campaign.evidence import TRIES, RowResult, Tried, agreement, choose, judge, next_settings
 from fedsieve.campaign.tables import make_table, series_of
 from fedsieve.config import parse_config, to_yaml
 from fedsieve.mask.mask import Mask
@@ -295,6 +295,27 @@ def recorded(folder: Path, *fields: dict[str, float]) -> RowResult:
     ]
     (finished(folder) / "metrics.jsonl").write_text("".join(lines))
     return RowResult(ROW, TINY_EXPERIMENT, [], [read_outcome(folder, TINY_EXPERIMENT)])
+
+
+@pytest.mark.parametrize("found", [{1: (0.9, 0.2), 2: (0.3, 0.8)}, {1: (0.3, 0.8), 2: (0.9, 0.2)}])
+def test_settings_are_chosen_on_validation_whatever_the_test_accuracies_are(found, tmp_path):
+    def experiment(row, settings):
+        return parse_config(TINY, [f"stages.head.epochs={settings.get('stages.head.epochs', 1)}"])
+
+    def attempt(settings, folder, experiment):
+        validated, tested = found[settings["stages.head.epochs"]]
+        told = {"val_accuracy": validated, "test_accuracy": tested, "stages": {"head": {}, "backbone": {}}}
+        (finished(folder, experiment=experiment) / "summary.json").write_text(json.dumps(told))
+
+    study = SimpleNamespace(
+        smoke=False,
+        tune=lambda row, experiment: {"stages.head.epochs": [1, 2]},
+        experiment=lambda row, seed, settings=None: experiment(row, settings or {}),
+        search=experiment,
+    )
+    trials, chosen = choose(study, ROW, tmp_path, attempt)
+    assert [trial.accuracy for trial in trials] == [validated for validated, _ in found.values()]
+    assert found[chosen["stages.head.epochs"]] == (0.9, 0.2)
 
 
 @pytest.mark.parametrize("evaluations", [9, 10, 12])
