@@ -146,7 +146,7 @@ class Losses:
     head: Tensor  # of `head_space`, as clients received it
     classes: int
 
-    what, over, round, coding, continues = "losses", LOSSES, 0, FP64, False
+    what, over, round, coding, continues = "losses", LOSSES, 0, FP64, True
 
     def terms(self, client: int) -> Mapping[str, Any]:
         """Nothing but the head, which is a message."""

@@ -67,6 +67,8 @@ class Mailbox:
                     self.tally.note(round, client, "down", about["what"], len(message))
             around = len(envelopes[client]) - sum(len(message) for _, message in parts)
             self.tally.note(round, client, "down", ENVELOPE, around)
+        for client in self.waiting:  # is not asked, so what it was to hear is dropped
+            self._doubt(client)
         self.waiting.clear()
         answers = self.registry.ask(envelopes)
         return {client: self._opened(client, what, round, answers[client]) for client in terms}
@@ -111,14 +113,17 @@ class Mailbox:
             if not isinstance(parts, list) or len(parts) != len(messages):
                 raise MessageError("head", f"site {client} sent messages that it does not name")
         except MessageError as error:
-            if self.book:
-                self.book.doubt(client)
+            self._doubt(client)
             return error
         self.tally.note(round, client, "up", ENVELOPE, len(answer) - sum(map(len, messages)))
         self.memory[str(client)] = head["memory"]
         if self.book:
             self.book.confirm(client)
         return dict(zip(map(str, parts), messages, strict=True))
+
+    def _doubt(self, client: int) -> None:
+        if self.book:
+            self.book.doubt(client)
 
     def _hear(self, client: int, kind: str, problem: str) -> None:
         """A node could not do what it was asked."""
@@ -306,7 +311,8 @@ class RemoteExchange:
     def __call__(self, phase: int, messages: Mapping[int, bytes]) -> Iterable[Arrival]:
         """Bring a phase's messages to the nodes, and give what comes back."""
         mailbox, secret = self.mailbox, self.secret
-        mailbox.waiting = {client: [({"what": SUM}, message)] for client, message in messages.items()}
+        for client, message in messages.items():
+            mailbox.put(client, {"what": SUM}, message)
         terms = {**secret.terms, "sum": secret.what, "phase": phase}
         for client, answer in mailbox.ask(SUM, secret.round, dict.fromkeys(messages, terms)).items():
             if isinstance(answer, MessageError):
