@@ -25,7 +25,7 @@ class NotFinite(FedsieveError):
     """A client's answer is not finite, so that the stage has diverged."""
 
 
-Part = tuple[int, Tensor, int]  # a client, its values (k,), and its n
+Contribution = tuple[int, Tensor, int]  # a client, its values (k,), and its n
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Ask(Protocol):
     def terms(self, client: int) -> Mapping[str, Any]:
         """What a client elsewhere must hear to answer, in JSON's types."""
 
-    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Contribution]:
         """The answers of `clients`, computed at their place."""
 
 

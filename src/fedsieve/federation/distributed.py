@@ -62,7 +62,7 @@ class Begin(Request):
         forward = desk.model if features is None else OnFeatures(desk.model.head)
         task = Task(forward, space, theta, feed, self.optimizer, self.correction, desk.autocast, desk.speed)
         support = None if self.support is None else self.support.to(device)
-        desk.executor = make_executor(self.kind, task, support, self.clients, self.batch, lambda _: None)
+        desk.equip(make_executor(self.kind, task, support, self.clients, self.batch, lambda _: None))
         return iter(())
 
 
@@ -105,7 +105,7 @@ class Distributed:
         self.task, self.support = inner.task, inner.support
         self.stale, self.pace = False, Pace()
         assert team.desk is not None
-        team.desk.executor = inner
+        team.desk.equip(inner)
         team.update()
         team.tell(Begin.like(inner))
 

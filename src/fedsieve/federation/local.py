@@ -15,7 +15,7 @@ from fedsieve.federation.distributed import Distributed, cohort_executor
 from fedsieve.federation.executors import Cohort, Executor, Task, Trained
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.parts import ClientPart, Upload, client_parts
-from fedsieve.federation.secure import ASTRAY, PAD, Inputs, Kept, Losses, losses
+from fedsieve.federation.secure import ASTRAY, PAD, Departures, Inputs, Kept, departures
 from fedsieve.federation.server import Rounds
 from fedsieve.federation.state import Context, ServerContext, ServerState
 from fedsieve.federation.vectors import squares_by_span
@@ -149,7 +149,7 @@ class LocalClients:
         self.lost: dict[int, str] = {}
         self.waited = 0.0
         self.fates: dict[int, str] = {}  # of the clients that were called last
-        self.leaves: Losses = {}  # and when they fall out of a secure sum
+        self.leaves: Departures = {}  # and when they fall out of a secure sum
         self.rows: dict[int, Kept] = {}  # what clients keep for a secure sum
 
     @property
@@ -179,7 +179,7 @@ class LocalClients:
     def call(self, cohort: Sequence[int], round: int) -> list[int]:
         """Draw what becomes of the clients of a round; gives those who can be reached."""
         self.fates = {client: self.people.fate(self.stage, round, client) for client in cohort}
-        self.leaves = losses(self.channel.seed, self.stage, round, self.fates) if self.secret else {}
+        self.leaves = departures(self.channel.seed, self.stage, round, self.fates) if self.secret else {}
         if any(device.delay for device in self.people.settings.devices):
             self.waited = self.people.waiting(self.stage, round, self.fates)
         return [client for client in cohort if self.fates[client] != "unavailable"]
@@ -281,7 +281,7 @@ class LocalClients:
         """Have clients keep their answers, in the precision that they would be sent in."""
         present = self._present(clients, needed)
         fates = {client: self.fates[client] for client in present} if not needed else {}
-        self.leaves = losses(self.channel.seed, self.stage, ask.round, fates)
+        self.leaves = departures(self.channel.seed, self.stage, ask.round, fates)
         precision = torch.float32 if ask.coding.format == "fp32" else torch.float64
         self.rows = {
             client: Kept.answer(ask.over, values.to(precision), n) for client, values, n in ask.parts(self, present)

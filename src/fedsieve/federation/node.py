@@ -103,10 +103,13 @@ class NodeMemory:
         """All of it, on the device that trains."""
         return self.store.get(self.client, self.device)
 
-    def put(self, round: int, content: Mapping[str, Mask | Tensor]) -> None:
+    def put(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Add to it."""
-        tensors = {name: bits_of(value) if isinstance(value, Mask) else value for name, value in content.items()}
         self.store.put(self.client, round, **tensors)
+
+    def put_masks(self, round: int, *masks: Mask | None) -> None:
+        """Add masks of the stage, which `mask` finds by their ids."""
+        self.put(round, {f"{MASK}{mask.id}": bits_of(mask) for mask in masks if mask is not None})
 
     def mask(self, name: str) -> Mask:
         """A mask of the stage by its id: one that was sent, or that the node drew for itself."""
@@ -226,12 +229,14 @@ class Question:
             whole = ParamSpace.of(self.node.model)
             heard = Parcel("context", number, whole, EXACT, enclose=True).open(message, device=self.device)
             assert heard.mask is not None
-            self.memory.put(self.head["round"], {f"{CONTEXT}.mask": heard.mask, f"{CONTEXT}.values": heard.values})
+            self.memory.put(
+                self.head["round"], {f"{CONTEXT}.mask": bits_of(heard.mask), f"{CONTEXT}.values": heard.values}
+            )
         elif about["what"] == "mask":
             within = None if about["within"] is None else self.memory.mask(about["within"])
             heard = Parcel("mask", number, self.space, enclose=True, within=within).open(message)
             assert heard.mask is not None
-            self.memory.put(self.head["round"], {f"{MASK}{heard.mask.id}": heard.mask})
+            self.memory.put_masks(self.head["round"], heard.mask)
         else:
             self.parts[about["what"]] = message
 
@@ -302,8 +307,7 @@ class Question:
             sieve = sieve_at(self.sieve, generation, self.stage.length)
             calibration = Calibration(self.context, self.stage.name, self.space, sieve, generation)
             book.renew(*calibration.mask(unscored))
-        drawn = [book.mask, book.moved, book.tier(self.client)]
-        self.memory.put(self.head["round"], {f"{MASK}{mask.id}": mask for mask in drawn if mask is not None})
+        self.memory.put_masks(self.head["round"], book.mask, book.moved, book.tier(self.client))
 
     # --- work --------------------------------------------------------------------------------------------------------
 
@@ -346,7 +350,9 @@ class Question:
             parcel = Parcel("model", head["round"], self.space, EXACT, enclose=True)
             heard = parcel.open(message, device=self.device)
             assert heard.mask is not None
-            self.memory.put(self.head["round"], {f"{SCORED}.values": heard.values, f"{SCORED}.mask": heard.mask})
+            self.memory.put(
+                self.head["round"], {f"{SCORED}.values": heard.values, f"{SCORED}.mask": bits_of(heard.mask)}
+            )
         memory = self.memory.get()
         if f"{SCORED}.mask" in memory:
             places = Mask(self.space, memory[f"{SCORED}.mask"].cpu().numpy()).indices()
@@ -357,7 +363,7 @@ class Question:
             active = self.memory.mask(head["over"])
         self._answer(Scores(head["round"], head["evidence"], sieve, active, head["number"], head["among"], address))
         # The next question of this calibration sends its mask within this one.
-        self.memory.put(self.head["round"], {f"{MASK}{active.id}": active})
+        self.memory.put_masks(self.head["round"], active)
 
     def statistics(self) -> None:
         """Send what a head in closed form needs: sums of products of features and labels."""

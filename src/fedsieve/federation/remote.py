@@ -13,6 +13,7 @@ from fedsieve.errors import FedsieveError
 from fedsieve.federation.channel import FP64, Parcel, Reply, Tally
 from fedsieve.federation.clients import Ask, Exchange, Refusal, SecretSum, TrainReply, Update, Worked
 from fedsieve.federation.maskbook import MaskBook
+from fedsieve.federation.parts import enclosed_parcels
 from fedsieve.federation.registry import Registry
 from fedsieve.federation.secure import ASTRAY
 from fedsieve.federation.state import ServerContext
@@ -158,7 +159,6 @@ class RemoteClients:
         message = context.experiment.message
         self.up = Coding(message.up, message.group, message.top_k)
         self.secret = context.experiment.privacy.aggregation == "secagg"
-        self.scaffold = self.people.settings.correction.kind == "scaffold"
         self.lost: dict[int, str] = {}
         self.waited = 0.0
         self._here: list[int] = []  # clients of this round that can be reached
@@ -208,14 +208,14 @@ class RemoteClients:
         assert book is not None
         if not isinstance(answer, MessageError):
             yield self._worked(client, round, answer)
-        parcels, places = [Parcel("update", round, book.trains, self.up)], None
+        places: torch.Tensor | None = None
         if book.encloses(client):  # its mask may be any
             parcels = [Parcel("update", round, book.space, self.up, enclose=True)]
         else:
             ((_, over, places),) = book.groups([client])
             parcels = [Parcel("update", round, over, self.up)]
-        if self.scaffold and not isinstance(answer, MessageError):
-            parcels.append(Parcel("control", round, book.trains, self.up))
+        if not isinstance(answer, MessageError):
+            parcels += enclosed_parcels(self.context, book, round)
         replies = {parcel.what: self.mailbox.take(parcel, client, answer, self.device) for parcel in parcels}
         if errors := [reply for reply in replies.values() if isinstance(reply, MessageError)]:
             if not isinstance(answer, MessageError):

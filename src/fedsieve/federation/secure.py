@@ -27,10 +27,10 @@ ABORTED, ASTRAY, FEW_HOLDERS = "aborted", "not finite", "too few holders"
 MOST = 100  # clients in one sum, whose cost grows with the square of their number; more are summed in groups
 EXPONENTS = range(-126, 130)  # of a tensor's largest value, as powers of two; the first also stands for zero
 
-Losses = Mapping[int, tuple[int, str]]  # the phase in which a client is lost, and why
+Departures = Mapping[int, tuple[int, str]]  # the phase in which a client is lost, and why
 
 
-def losses(seed: int, stage: str, round: int, fates: Mapping[int, str]) -> Losses:
+def departures(seed: int, stage: str, round: int, fates: Mapping[int, str]) -> Departures:
     """When clients with a bad fate are lost: they crash before a phase, or their answer is late or damaged in one."""
 
     def phase(client: int) -> int:

@@ -49,6 +49,10 @@ class Desk:
     seed: int
     executor: Any = None  # what trains clients here
 
+    def equip(self, executor: Any) -> None:
+        """Train clients with this executor from here on."""
+        self.executor = executor
+
 
 class Request:
     """What a rank is asked to do. Its tensors travel by way of the host; answers come in the order of its clients."""

@@ -17,7 +17,7 @@ from fedsieve.model.build import Classifier, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import digest
 from fedsieve.runner.estimate import images_trained
-from fedsieve.runner.shared import Shared
+from fedsieve.runner.run_cache import RunCache
 from fedsieve.train.feed import Autocast, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, measure, predict
 from fedsieve.train.replay import Speed
@@ -42,11 +42,11 @@ class Setup:
     data_fingerprint: str
     model: Classifier
     say: Callable[[str], None]  # to the user, one line
-    shared: Shared
+    cache: RunCache
 
     def test_feed(self) -> Feed:
         """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
-        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device, self.shared)
+        return open_split(self.experiment.data, "test", self.class_names, self.transform, self.device, self.cache)
 
     @property
     def speed(self) -> Speed:
@@ -88,18 +88,18 @@ def open_split(
     class_names: list[str],
     transform: Transform,
     device: torch.device,
-    shared: Shared | None = None,
+    cache: RunCache | None = None,
 ) -> Feed:
     """A whole split as a feed; one that does not have the classes of the model is refused."""
-    shared = shared or Shared(keep=False)
-    images = shared.images(data, split)
+    cache = cache or RunCache(keep=False)
+    images = cache.images(data, split)
     rows, labels, names = keep_classes(images, np.arange(len(images)), data.classes)
     if names != class_names:
         raise FedsieveError(
             f"data.source: the classes of {data.source} ({split}) are not those of the model: "
             f"{_few(names)} instead of {_few(class_names)}"
         )
-    return Feed(shared.store(data, split, images, device), transform, rows, labels.to(device))
+    return Feed(cache.store(data, split, images, device), transform, rows, labels.to(device))
 
 
 def _few(names: list[str]) -> str:
@@ -126,7 +126,7 @@ def featured(setup: Setup, split: Split, *feeds: Feed) -> list[Feed]:
     network = setup.experiment.model.model_dump_json(include={"backbone", "options", "lora"}), digest(backbone)
     which = hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
     key = ("features", network, data, split, whole.transform, which, setup.device, precision)
-    made = setup.shared.once(
+    made = setup.cache.once(
         key, lambda: with_features(whole, backbone, EVALUATION_BATCH, setup.autocast).features, FEATURES
     )
     whole = replace(whole, features=made)

@@ -26,7 +26,7 @@ from fedsieve.report.summary import StageSummary
 from fedsieve.runner.environment import choose_device, make_autocast
 from fedsieve.runner.federated import CLIENTS, client_summary, personal_summary
 from fedsieve.runner.journal import RunState
-from fedsieve.runner.meeting import Tested, test_at_sites
+from fedsieve.runner.meeting import Tested, test_at_nodes
 from fedsieve.runner.model_files import load_model
 from fedsieve.runner.setup import Setup, featured, open_split
 from fedsieve.runner.stages import Venue, Watch
@@ -98,7 +98,7 @@ def test_clients(
     chosen = chosen_clients(people, personal.clients) if personal else np.arange(0)
     tested, models = Tested(), dict[str, np.ndarray]()
     if venue.registry and (own or personal):
-        tested = test_at_sites(context, venue.registry, stage, mask, chosen)
+        tested = test_at_nodes(context, venue.registry, stage, mask, chosen)
         accuracy, models = tested.accuracy, tested.personal
     if not own:
         assert correct is not None and test is not None
