@@ -90,14 +90,21 @@ def streams(rule: AggregatorChoice) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PrivateMean:
-    """Clipped updates and noise, whoever answered."""
+    """The mean of clipped updates with noise, whoever answered."""
 
     account: Account
     book: MaskBook
 
     def __call__(self, replies: Replies, round: int) -> Tensor | None:
-        book = self.book
-        return private_mean(replies, book.count, book.device, self.account, book.stage.name, round)[0]
+        book, account = self.book, self.account
+        total = torch.zeros(book.count, dtype=torch.float64, device=book.device)
+        for update in replies:
+            values = clipped(update.values, account.settings.clip_norm)
+            if update.places is None:
+                total += values
+            else:
+                total.index_add_(0, update.places, values)
+        return account.mean(total, book.stage.name, round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,18 +247,3 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
                 "what the other sent"
             )
     FixedPoint(privacy.bits, cohort, privacy.bound)
-
-
-def private_mean(
-    updates: Iterable[Update], k: int, device: torch.device | str, account: Account, stage: str, round: int
-) -> tuple[Tensor, int]:
-    """The mean of clipped updates with noise, (k,), float64, whoever answered; and of how many clients it is."""
-    total, count = torch.zeros(k, dtype=torch.float64, device=device), 0
-    for update in updates:
-        values = clipped(update.values, account.settings.clip_norm)
-        if update.places is None:
-            total += values
-        else:
-            total.index_add_(0, update.places, values)
-        count += 1
-    return account.mean(total, stage, round), count
