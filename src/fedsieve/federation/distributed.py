@@ -111,7 +111,7 @@ class Distributed:
 
     @property
     def clients(self) -> int:
-        """How many clients a rank trains at once."""
+        """The number of clients that a rank trains at once."""
         return self.inner.clients
 
     def sync(self) -> None:
@@ -182,7 +182,7 @@ def _together(rows: Sequence[Tensor | None]) -> Tensor | None:
 def cohort_executor(
     context: Context, task: Task, support: Tensor | None, cohort: int, at_once: int | None, batch: int
 ) -> Executor | Distributed:
-    """What trains cohorts of up to `cohort` clients in this experiment, `at_once` on one device (None: as many as fit)."""
+    """The executor for cohorts of up to `cohort` clients, `at_once` on one device (None: as many as fit)."""
     each = -(-cohort // context.team.size) if context.team else cohort
     inner = make_executor(context.executor, task, support, min(at_once or each, each), batch, context.say)
     return Distributed(context.team, inner) if context.team else inner

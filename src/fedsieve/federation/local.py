@@ -160,12 +160,12 @@ class LocalClients:
 
     @property
     def task(self) -> Task:
-        """What all clients of the stage do alike."""
+        """The task that all clients of the stage share."""
         return self.training.task
 
     @property
     def at_once(self) -> int | None:
-        """How many clients train at a time, where memory bounds them."""
+        """The number of clients that train at a time, where memory limits it."""
         return self._training.at_once if self._training else None
 
     def features_of(self, client: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class LocalClients:
                     yield from self._upload(group, round)
 
     def _silence(self, client: int) -> str:
-        """Why nothing comes from a client; under secure sums, one that crashes later trains first."""
+        """The reason why nothing comes from a client. Under secure sums, a client that crashes later trains first."""
         fate = self.fates[client]
         later = client in self.leaves and self.leaves[client][0] > PAD
         return fate if fate in ("unavailable", "crash") and not later else ""
@@ -303,7 +303,7 @@ class LocalClients:
         return LocalExchange(self, secret)
 
     def integers(self, secret: SecretSum, client: int) -> np.ndarray:
-        """What a client adds to a secure sum."""
+        """The values that a client adds to a secure sum."""
         return self.inputs.of(secret, client, self.rows[client])
 
 

@@ -83,7 +83,7 @@ class StreamingMean:
 
 
 def streams(rule: AggregatorChoice) -> bool:
-    """Whether an aggregator takes updates one by one."""
+    """True where an aggregator takes updates one by one."""
     piece = rule.piece if rule.foreign else None
     return isinstance(piece, Aggregator) or (isinstance(piece, type) and issubclass(piece, Aggregator))
 
@@ -194,9 +194,9 @@ def weighted_mean(
 def robust_mean(
     updates: Iterable[Update], rule: AggregatorChoice, most: int, folder: Path
 ) -> tuple[Tensor | None, int]:
-    """What a robust rule makes of all updates, each counted once, (k,), float64; None where they are too few for it.
+    """The result (k,), float64, of a robust rule, which counts every update once; None where they are too few for it.
 
-    At `most` so many come. Where they would take gigabytes of a host's memory they lie in a mapped file in `folder`.
+    At `most` this many updates come. If they would fill gigabytes of memory, they go to a mapped file in `folder`.
     """
     rows: list[Tensor] = []
     weights: list[float] = []
@@ -221,7 +221,7 @@ def robust_mean(
 
 
 def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
-    """Refuse, before anything is read, what cannot work with so many clients in a round, and in all."""
+    """Refuse settings that cannot work with this cohort or this many trainers, before anything is read."""
     settings, privacy = experiment.federation, experiment.privacy
     assert settings is not None
     if settings.aggregator.kind != "mean":

@@ -44,7 +44,7 @@ from fedsieve.train.sieve import starting_mask
 from fedsieve.wire.codec import Coding
 from fedsieve.wire.envelope import wrap
 
-# What a node remembers besides what any client does.
+# Names in a node's memory that no other client has.
 CONTEXT, RECEIVED, SCORED, SECRET, MASK = "context", "received", "scored", "secret", "mask."
 
 ADDRESS = ("run", "client", "ask", "stage", "round")  # of a question, and of its answer
@@ -53,7 +53,7 @@ REVEALED = 1000  # sums that a node remembers to have been in
 
 
 class Problem(FedsieveError):
-    """Why a node cannot answer, of a kind that the server knows."""
+    """The reason why a node cannot answer, of a kind that the server knows."""
 
     kind = ""
 
@@ -65,13 +65,13 @@ class LostMemory(Problem):
 
 
 class Astray(Problem):
-    """What the node would send is not finite."""
+    """The values that the node would send are not finite."""
 
     kind = ASTRAY
 
 
 class Outbox:
-    """Messages that are to leave a node, and what its log will say of them."""
+    """Messages that are to leave a node, and their lines in its log."""
 
     def __init__(self) -> None:
         self.messages: dict[str, bytes | memoryview] = {}
@@ -86,7 +86,7 @@ class Outbox:
 
 
 class NodeMemory:
-    """What a node remembers of one stage, in the version that the server names."""
+    """The memory of a node for one stage, in the version that the server names."""
 
     def __init__(self, node: "Node", space: ParamSpace, stage: str, version: int) -> None:
         """`version` is below zero after an update that was refused."""
@@ -118,7 +118,7 @@ class NodeMemory:
         raise LostMemory(f"it does not know the mask {name} of stage {self.stage}")
 
     def tidy(self, masks: Collection[str | None]) -> None:
-        """Forget what no later question can need: weights of this round, and masks other than these."""
+        """Forget this round's weights, and all masks but these: no later question needs them."""
         used = {f"{MASK}{name}" for name in masks}
         old = [
             name
@@ -129,7 +129,7 @@ class NodeMemory:
             self.store.drop(self.client, old)
 
     def write(self, versions: int) -> int:
-        """Bring what is new to the disk, give its version, and keep so many versions before it."""
+        """Write what is new to the disk, give its version, and keep `versions` versions before it."""
         written = self.store.write(abs(self.version) + 1).get(str(self.client), 0)
         self.store.prune([{str(self.client): number} for number in range(written - versions, written + 1)])
         return written
@@ -312,7 +312,7 @@ class Question:
     # --- work --------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train, and send the update; whether it is taken, the node hears with the next question."""
+        """Train, and send the update. The next question says whether the server accepted it."""
         clients = self._clients()
         if (message := self.parts.get("control")) is not None:
             over = clients.training.book.trains
@@ -326,7 +326,7 @@ class Question:
             self._keep(clients.rows[self.client])
 
     def _say_effort(self, clients: LocalClients, worked: Worked) -> None:
-        """Send what the server shows of training: loss, correct answers, images, and how far each block's weights went."""
+        """Report on training: loss, correct answers, images, and how far each block's weights moved."""
         spans = clients.training.book.spans
         squares, over = worked.squares[:, 0], effort_space(spans)
         values = over.flatten({"sums": worked.sums[0].cpu(), "squares": squares})
@@ -378,7 +378,7 @@ class Question:
         self._answer(Losses(head, classes), self._on_features())
 
     def test(self) -> None:
-        """Measure the final model, and what the node makes of it for itself, on test images."""
+        """Measure the final model, and the node's personal models, on test images."""
         feed, number = self.node.test(), self.head["round"]
         if self.experiment.own_images:
             logits = predict(self.node.model, feed, self.context.autocast).double()

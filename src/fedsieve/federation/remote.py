@@ -1,4 +1,4 @@
-"""Clients that are nodes elsewhere: what the server asks travels to them in envelopes, and their answers come back.
+"""Clients that are nodes elsewhere: the server's questions travel to them in envelopes, and their answers come back.
 
 A `Node` works with the same codec, draws and functions as a run in one process, so that both give the same weights.
 """
@@ -30,12 +30,12 @@ Answer = dict[str, bytes] | MessageError  # messages by what they are
 
 
 def effort_space(spans: Sequence[Span]) -> ParamSpace:
-    """The layout of what a node says of its training: loss, correct answers and images, and squared distances by span."""
+    """The layout of a node's report on its training: loss, correct answers and images, and squared distances by span."""
     return ParamSpace(("sums", "squares"), ((3,), (len(spans),)))
 
 
 def personal_space(methods: int) -> ParamSpace:
-    """The layout of what a node says of its personal models: the accuracy of each, -1 where nothing could be tested."""
+    """The layout of a node's report on its personal models: the accuracy of each, -1 where nothing could be tested."""
     return ParamSpace(("accuracy",), ((methods,),))
 
 
@@ -92,7 +92,7 @@ class Mailbox:
         return reply
 
     def refuse(self, client: int) -> None:
-        """What a node has just sent is not taken: its memory is that of a client whose update was refused."""
+        """Refuse the last update of a node: its valid memory is that of a client whose update was refused."""
         self.memory[str(client)] = -abs(self.memory[str(client)])
 
     def _address(self, what: str, client: int, round: int) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class RemoteClients:
             yield from self._taken(client, round, answers.pop(client))
 
     def _taken(self, client: int, round: int, answer: Answer) -> Iterator[TrainReply]:
-        """What a node did, and its update if that is sound. All of its messages count, or none."""
+        """The training of a node, and its update if that is sound. All of its messages count, or none."""
         book = self.book
         assert book is not None
         if not isinstance(answer, MessageError):
@@ -231,7 +231,7 @@ class RemoteClients:
         yield Update(client, update.values.to(book.base.dtype), weight, places, messages)
 
     def _worked(self, client: int, round: int, answer: Answer) -> Worked:
-        """What a node did; one that went astray says nothing finite."""
+        """The training of a node, without numbers where they are not finite."""
         assert self.book is not None
         over = effort_space(self.book.spans)
         reply = self.mailbox.take(Parcel("effort", round, over, FP64), client, answer, self.device)

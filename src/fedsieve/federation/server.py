@@ -162,7 +162,7 @@ class Rounds:
                 state.theta.index_add_(0, support[part], step)
 
     def record(self, replies: Replies, rate: float, cohort: int) -> Record:
-        """What a round leaves in the metrics, and in the state's counts."""
+        """The record of a round. Adds to the state's counts."""
         state, reasons = self.state, Counter(replies.refused.values())
         for reason, count in reasons.items():
             state.refused[reason] = state.refused.get(reason, 0) + count
@@ -270,7 +270,7 @@ class Rounds:
             self._note_choice()
 
     def _note_choice(self) -> None:
-        """What there is to know of the chosen round besides its weights."""
+        """Note the number and the mask of the chosen round."""
         state = self.state
         state.best_at, state.best_generation, state.best_mask = state.round, self.book.state.generation, self.book.bits
 

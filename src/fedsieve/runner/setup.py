@@ -1,4 +1,4 @@
-"""What the stages of one experiment share: device, data, model, and features of a frozen backbone."""
+"""The setup that the stages of an experiment share: device, data, model, and features of a frozen backbone."""
 
 import hashlib
 from collections.abc import Callable
@@ -30,7 +30,7 @@ FEATURES = 6  # sets that are kept: two splits of three backbones; those of trai
 
 @dataclass(frozen=True)
 class Setup:
-    """What the stages of one experiment share."""
+    """The setup that the stages of one experiment share."""
 
     experiment: Experiment
     device: torch.device
@@ -65,7 +65,7 @@ class Setup:
 
 
 def chosen_executor(experiment: Experiment, device: torch.device) -> str:
-    """What trains a cohort, on every rank: sequential or stacked."""
+    """The executor of a cohort, on every rank: sequential or stacked."""
     if experiment.executor == "distributed":
         return "stacked" if device.type == "cuda" or experiment.clients_at_once else "sequential"
     if experiment.executor == "auto":

@@ -57,7 +57,7 @@ class StageRun(Protocol):
 
 @dataclass(frozen=True)
 class Venue:
-    """What stages need besides what they train: the run folder, and where clients are."""
+    """The place of a stage: the run folder, and where clients are."""
 
     folder: Path
     context: ServerContext | None = None  # None: training is central
@@ -176,7 +176,7 @@ class CentralStage:
 
 
 def outcome(state: StageState | ServerState, space: ParamSpace) -> dict[str, Any]:
-    """What the summary says of every stage."""
+    """The fields of the summary that every stage has."""
     return {
         "val_accuracy": state.chosen.get("val_accuracy"),
         "val_loss": state.chosen.get("val_loss"),

@@ -85,7 +85,7 @@ def test_stages(setup: Setup, state: RunState, test: Feed | None) -> tuple[dict[
 def test_clients(
     setup: Setup, venue: Venue, final: Tensor, correct: np.ndarray | None, test: Feed | None
 ) -> tuple[dict[str, Any], Tested]:
-    """How the final model, and personal ones, serve clients, and what sites found on images of their own.
+    """Test the final model and personal ones on clients; nodes test on their own images.
 
     `final` has the bits of the last stage's mask, and `correct` (T,) what the model got right of `test`.
     """

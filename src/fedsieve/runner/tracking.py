@@ -195,7 +195,7 @@ class MLflowTracker:
 
 
 class _Guarded:
-    """A tracker whose first failure is told in one line and is its last."""
+    """Switches a tracker off after its first failure, with one line of warning."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
