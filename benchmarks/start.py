@@ -114,7 +114,7 @@ def _child(config: str, spawned: float) -> dict[str, float]:
     from fedsieve.runner.model_files import read_experiment
     from fedsieve.runner.preflight import preflight
     from fedsieve.runner.prepare import prepare
-    from fedsieve.runner.shared import Shared
+    from fedsieve.runner.run_cache import RunCache
     from fedsieve.runner.stages import FederatedStage, Venue
 
     took = {"import": time.time() - spawned}
@@ -123,7 +123,7 @@ def _child(config: str, spawned: float) -> dict[str, float]:
     from fedsieve.federation.local import LocalClients
     from fedsieve.runner.progress import Display
 
-    class Timed(Shared):
+    class Timed(RunCache):
         """Notes how long a network takes to build."""
 
         seconds = 0.0
@@ -145,9 +145,9 @@ def _child(config: str, spawned: float) -> dict[str, float]:
 
     device = preflight(experiment)
     took["checks"] = lap()
-    shared = Timed(keep=False)
-    setup = prepare(experiment, Display.silent(), shared)
-    took |= {"model": shared.seconds, "data": lap() - shared.seconds}
+    cache = Timed(keep=False)
+    setup = prepare(experiment, Display.silent(), cache)
+    took |= {"model": cache.seconds, "data": lap() - cache.seconds}
     initial = {name: tensor.cpu().clone() for name, tensor in setup.model.state_dict().items()}
     folder = Path(config).parent / f"run-{os.getpid()}"
     context = make_context(setup, initial, folder, "", {})

@@ -18,12 +18,13 @@ from tests.conftest import TINY
 
 from fedsieve.campaign.definition import ClaimSpec, Row
 from fedsieve.campaign.engine import FAILED, Outcome, read_outcome
-from fedsieve.campaign.evidence import TRIES, RowResult, Tried, agreement, judge, next_settings
+from fedsieve.campaign.evidence import TRIES, RowResult, Tried, agreement, choose, judge, next_settings
 from fedsieve.campaign.tables import make_table, series_of
 from fedsieve.config import parse_config, to_yaml
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
 from fedsieve.report.masks import pairs
+from fedsieve.report.measuring import spent
 from fedsieve.report.series import overlap
 from fedsieve.wire.ledger import COLUMNS
 
@@ -296,6 +297,27 @@ def recorded(folder: Path, *fields: dict[str, float]) -> RowResult:
     return RowResult(ROW, TINY_EXPERIMENT, [], [read_outcome(folder, TINY_EXPERIMENT)])
 
 
+@pytest.mark.parametrize("found", [{1: (0.9, 0.2), 2: (0.3, 0.8)}, {1: (0.3, 0.8), 2: (0.9, 0.2)}])
+def test_settings_are_chosen_on_validation_whatever_the_test_accuracies_are(found, tmp_path):
+    def experiment(row, settings):
+        return parse_config(TINY, [f"stages.head.epochs={settings.get('stages.head.epochs', 1)}"])
+
+    def attempt(settings, folder, experiment):
+        validated, tested = found[settings["stages.head.epochs"]]
+        told = {"val_accuracy": validated, "test_accuracy": tested, "stages": {"head": {}, "backbone": {}}}
+        (finished(folder, experiment=experiment) / "summary.json").write_text(json.dumps(told))
+
+    study = SimpleNamespace(
+        smoke=False,
+        tune=lambda row, experiment: {"stages.head.epochs": [1, 2]},
+        experiment=lambda row, seed, settings=None: experiment(row, settings or {}),
+        search=experiment,
+    )
+    trials, chosen = choose(study, ROW, tmp_path, attempt)
+    assert [trial.accuracy for trial in trials] == [validated for validated, _ in found.values()]
+    assert found[chosen["stages.head.epochs"]] == (0.9, 0.2)
+
+
 @pytest.mark.parametrize("evaluations", [9, 10, 12])
 @pytest.mark.parametrize("slope", [0.0, 0.03])
 def test_steadiness_is_of_the_last_ten_evaluations_about_a_line_and_of_no_fewer(evaluations, slope, tmp_path):
@@ -317,6 +339,17 @@ def test_seconds_do_not_tell_what_only_the_first_row_of_a_process_computes(tmp_p
     two = recorded(tmp_path / "two", {"seconds": 2.0}, *alike)
     assert one.mean("last.seconds") == pytest.approx(4 * 2.05) and two.mean("last.seconds") == pytest.approx(4 * 2.0)
     assert recorded(tmp_path / "short", {"seconds": 60.0}).mean("last.seconds") is None
+    rising = [{"val_accuracy": accuracy} for accuracy in (0.1, 0.4, 0.6, 0.7)]
+    first, later = (
+        recorded(
+            tmp_path / name, *(time | seen for time, seen in zip([{"seconds": start}, *alike], rising, strict=True))
+        )
+        for name, start in (("first", 60.0), ("later", 2.0))
+    )
+    assert first.mean("seconds_to_50") == pytest.approx(3 * 2.05)
+    assert later.mean("seconds_to_50") == pytest.approx(3 * 2.0)
+    assert spent(first.runs[0], "seconds") == pytest.approx(2.05 * np.arange(1, 5))
+    assert recorded(tmp_path / "one round", {"seconds": 60.0, "val_accuracy": 0.6}).mean("seconds_to_50") is None
 
 
 def test_the_gain_of_a_stage_is_over_the_stage_before_it(tmp_path):

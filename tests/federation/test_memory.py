@@ -40,6 +40,23 @@ def test_versions_are_never_written_over(tmp_path):
     assert store.get(0)["a"][0].item() == 2
 
 
+def test_what_was_dropped_does_not_fill_the_memory(tmp_path):
+    store = ClientMemory(tmp_path, memory=16)
+    for number in range(5):
+        store.put(number, number, a=torch.ones(3))
+        store.drop(number, ["a"])
+    assert not list(tmp_path.glob("*/*"))
+    table = store.write(5)
+    again = ClientMemory(tmp_path, table, memory=16)
+    again.put(0, 6, a=torch.ones(3), b=torch.ones(1))
+    assert again.write(6)["0"] == 6
+    again.drop(0, ["a"])
+    again.put(0, 7, c=torch.ones(3))  # one float is left of what came from the disk
+    assert not (tmp_path / "0" / "00000007.state").exists()
+    again.put(0, 7, d=torch.ones(1))
+    assert (tmp_path / "0" / "00000007.state").exists()
+
+
 def test_a_damaged_memory_is_named(tmp_path):
     store = ClientMemory(tmp_path)
     store.put(4, 0, a=torch.ones(1))

@@ -246,6 +246,46 @@ def test_too_few_sites_in_a_calibration_end_the_run_and_it_can_go_on(federated, 
     assert_same(tmp_path / "here", tmp_path / "run")
 
 
+HEAD_ROUNDS = "stages=[{name: head, train: head, rounds: 1, local: {steps: 2}, batch_size: 16}, {name: all, train: backbone, sparse: true, rounds: 2, local: {steps: 2}, batch_size: 16}]"
+
+
+def away(folder, asked_before, asked_meanwhile):
+    """A network whose node 101 is gone from the answers to one question until those to another."""
+
+    def meddle(node, number, reply):
+        head, _ = unwrap(reply)
+        if (head.get("ask"), head.get("stage")) == asked_before:
+            network.gone = {101}
+        elif head.get("ask") == asked_meanwhile:
+            network.gone = set()
+        return reply
+
+    network = Network(folder, 8, meddle)
+    return network
+
+
+def test_a_site_that_is_away_during_a_calibration_hears_what_it_missed_before_its_update_counts(federated, tmp_path):
+    experiment = federated(HEAD_ROUNDS, SPARSE[0], ONE, "mask.clients=8", "federation.cohort=8")
+    run_with(experiment, tmp_path / "run", transport=away(tmp_path / "sites", ("train", "head"), "scores"))
+    told = [line for line in lines(tmp_path / "run" / "ledger.csv") if line.stage == "all" and line.client == 1]
+    assert [line.status for line in told if line.what == "scores"] == ["unavailable"]
+    what = [(line.what, line.status) for line in told]
+    assert what.count(("update", "ok")) == 2
+    assert what.index(("context", "ok")) < what.index(("update", "ok"))
+
+
+def test_a_site_that_missed_the_statistics_of_a_head_stays_out_of_its_losses(federated, tmp_path):
+    """It has not heard how the backbone moved, so its losses would be of other features."""
+    stages = "stages=[{name: all, train: backbone, rounds: 1, local: {steps: 2}, batch_size: 16}, {name: head, train: head, method: ridge}]"
+    experiment = federated(stages, ONE, "data.val_fraction=0", "federation.cohort=8")
+    run_with(experiment, tmp_path / "run", transport=away(tmp_path / "sites", ("train", "all"), "statistics"))
+    told = [line for line in lines(tmp_path / "run" / "ledger.csv") if line.stage == "head"]
+    assert {line.client for line in told if line.what == "losses"} == {0, *range(2, 8)}
+    assert [(line.what, line.status) for line in told if line.client == 1] == [("statistics", "unavailable")]
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["replies"] == 7 and record["refused"] == {"unavailable": 1}
+
+
 def digits(folder, rows, names=None):
     """Some digits as images in class folders."""
     bunch = load_digits()

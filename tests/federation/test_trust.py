@@ -194,7 +194,7 @@ def test_with_three_of_ten_lost_at_any_phase_in_each_of_fifty_rounds_every_sum_i
         weights = {client: int(rng.integers(1, 61)) for client in range(10)}
         gone = rng.choice(10, 3, replace=False).tolist()
         fates = dict(zip(gone, rng.choice(["crash", "late", "corrupt"], 3).tolist(), strict=True))
-        lost = secure.losses(0, "stage", number, fates)
+        lost = secure.departures(0, "stage", number, fates)
         phases |= set(lost.values())
         total, weight, found = weighted_sum(rows, weights, 60, lost, number, HIDDEN)
         assert found.survivors == [client for client in range(10) if lost.get(client, (9, ""))[0] > secure.PAD]

@@ -34,7 +34,7 @@ from fedsieve.runner.claim import Busy, is_free
 from fedsieve.runner.model_files import read_experiment
 from fedsieve.runner.progress import Display
 from fedsieve.runner.run import Signals, resume, run, stop_signals
-from fedsieve.runner.shared import Shared
+from fedsieve.runner.run_cache import RunCache
 from fedsieve.train.loop import Tick
 
 T = TypeVar("T", bound=Any)
@@ -137,7 +137,7 @@ class Campaign:
     """One process's work on the runs of a folder."""
 
     def __init__(self, folder: Path, display: "CampaignDisplay", page: bool) -> None:
-        self.folder, self.display, self.page, self.shared = folder, display, page, Shared()
+        self.folder, self.display, self.page, self.cache = folder, display, page, RunCache()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Campaign:
             if state == "not run":
                 if not is_free(folder):
                     shutil.rmtree(folder, ignore_errors=True)  # without a config, nothing says what it was
-                return run(experiment, folder, self.display, page=self.page, shared=self.shared)
+                return run(experiment, folder, self.display, page=self.page, cache=self.cache)
             return self._continue(experiment, folder, state)
         except Diverged as error:
             write_json(folder / FAILED, {"reason": str(error)})
@@ -179,14 +179,14 @@ class Campaign:
             for file in ("summary.json", FAILED):
                 (folder / file).unlink(missing_ok=True)  # it says that all is over, and is wrong
         try:
-            return resume(folder, self.display, page=self.page, shared=self.shared)
+            return resume(folder, self.display, page=self.page, cache=self.cache)
         except (Busy, Diverged, Stopped):
             raise
         except FedsieveError:
             if state != "damaged":
                 raise
             shutil.rmtree(folder)
-            return run(experiment, folder, self.display, page=self.page, shared=self.shared)
+            return run(experiment, folder, self.display, page=self.page, cache=self.cache)
 
 
 def claim(root: Path, folder: Path) -> IO[str]:
@@ -251,6 +251,7 @@ class CampaignDisplay(Display):
         self.name = ""  # of the run under way
         self.runs = self.over = 0  # runs in all, and those that are over
         self.ahead = self.spent = 0.0  # what is still to do, and what was done here
+        self.began = time.perf_counter()  # when the runs were planned
 
     def plan(self, costs: Sequence[float]) -> None:
         """Take note of the costs of all runs."""

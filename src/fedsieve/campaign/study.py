@@ -165,7 +165,7 @@ class Grid:
 
     def _run_all(self, signals: Signals) -> None:
         display = self.campaign.display
-        images = len(self.campaign.shared.images(self.study.experiment(self.rows[0], 0).data, "train", display.say))
+        images = len(self.campaign.cache.images(self.study.experiment(self.rows[0], 0).data, "train", display.say))
         experiments = {row.name: self.study.experiment(row, 0) for row in self.rows}
         costs = {name: images_trained(one, images * (1 - one.data.val_fraction)) for name, one in experiments.items()}
         stuck: dict[str, None] = {}  # a trial's is met with every seed
@@ -193,7 +193,7 @@ class Grid:
         for row in self.rows:
             experiment = self.study.experiment(row, 0)
             check_hub(experiment)
-            preflight(experiment, self.campaign.shared)
+            preflight(experiment, self.campaign.cache)
             if experiment.deterministic:
                 set_deterministic(True)  # before the first run that is not: cuBLAS reads it once
             if self.study.tune(row, experiment):
@@ -274,7 +274,7 @@ def explore(study: Study, out: Path, campaign: Campaign) -> None:
     if folder.exists():
         return
     campaign.display.say("looking at the data")
-    images = campaign.shared.images(experiment.data, "train", campaign.display.say)
+    images = campaign.cache.images(experiment.data, "train", campaign.display.say)
     rows = generator(experiment.seed, "samples").permutation(len(images))[:SHOWN]
     names = np.array(images.class_names)[images.labels[rows].numpy()]
     with folder_atomic(folder) as filling:

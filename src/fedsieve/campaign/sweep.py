@@ -74,7 +74,9 @@ class Search:
         if space.method == "grid":
             self.total = min(trials or len(space.grid), len(space.grid))
         preflight(space.base)
-        self._open()
+        with self._opening():
+            self.study = self._database()
+            self._trials()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -92,8 +94,9 @@ class Search:
         reason = str(error.__cause__ or error).splitlines()[0][:200]  # Optuna's own words say little
         return FedsieveError(f"{self.file}: not a database that can be read ({reason}). {self.left}", 1)
 
-    def _open(self) -> None:
-        """Opens the sweep's database, new or as it stands; one of another sweep is refused."""
+    @contextlib.contextmanager
+    def _opening(self) -> Iterator[None]:
+        """No other process opens the database meanwhile. The folder of another sweep and a damaged database are refused."""
         if odd := [mark for mark in "?%{}" if mark in str(self.folder)]:  # they mean something in a database's address
             raise FedsieveError(f"--out: {self.folder}: a sweep's folder has no {odd[0]} in its name. Choose another")
         if engine.is_foreign(self.folder, "sweep.json"):
@@ -112,8 +115,7 @@ class Search:
                     1,
                 )
             try:
-                self.study = self._database()
-                self._trials()
+                yield
             except Exception as error:  # damage has many names
                 raise self._unreadable(error) from None
 

@@ -71,7 +71,7 @@ def check(rule: AggregatorChoice, count: int) -> None:
 
 
 def foreign(rule: AggregatorChoice, rows: Rows, weights: Tensor) -> Tensor:
-    """What a function from outside makes of a matrix of updates (C, k), which it cannot change for others."""
+    """The result of a function from outside on a copy of a matrix of updates (C, k)."""
     updates = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
     result = called(rule.made(), f"federation.aggregator: {rule.kind}", updates, weights.to(updates.device))
     expect(result, (updates.shape[1],), f"federation.aggregator: {rule.kind}", "one update (k,)")
@@ -220,7 +220,7 @@ def _squared_distances(products: Tensor) -> Tensor:
 
 
 def _by_block(updates: Updates, rule: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a rule makes of (C, w) values at a time, (k,) in all."""
+    """The result (k,) of a rule that takes (C, w) values at a time."""
     result = torch.empty_like(_first(updates), dtype=torch.float64)
     for part, block in _blocks(updates):
         result[part] = rule(block)

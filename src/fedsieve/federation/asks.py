@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsieve.config import Sieve
 from fedsieve.federation.calibrate import client_scores, scored_rows
 from fedsieve.federation.channel import EXACT, FP64, STATISTICS
-from fedsieve.federation.clients import Features, NotFinite, Part, Place
+from fedsieve.federation.clients import Contribution, Features, NotFinite, Place
 from fedsieve.federation.least_squares import LOSSES, losses_at_scales, statistics, statistics_space
 from fedsieve.mask.mask import Mask
 from fedsieve.model.space import ParamSpace
@@ -46,7 +46,7 @@ class Metrics:
         """Nothing but the masks in use, which every such question names."""
         return {}
 
-    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Contribution]:
         """The sums of each client, computed in one pass over all their images."""
         if not clients:
             return
@@ -93,7 +93,7 @@ class Scores:
             "over": self.over.id,
         }
 
-    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Contribution]:
         """The scores of each client's share of the images."""
         context, count = place.context, -(-self.sieve.fisher.samples // self.among)
         asked = [(scored_rows(context, client, count, *self.address), (*self.address, client)) for client in clients]
@@ -116,7 +116,7 @@ class Shares:
         """Blending works in one process only."""
         return {}
 
-    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Contribution]:
         """The means, in single precision as they are remembered."""
         context, stage, asked = place.context, place.stage, []
         for client in clients:
@@ -147,7 +147,7 @@ class Statistics:
         """Nothing: a client knows its features and the classes."""
         return {}
 
-    def parts(self, place: Features, clients: Sequence[int]) -> Iterator[Part]:
+    def parts(self, place: Features, clients: Sequence[int]) -> Iterator[Contribution]:
         """The statistics of each client's features."""
         for client in clients:
             features, labels = place.features_of(client)
@@ -161,13 +161,13 @@ class Losses:
     head: Tensor  # of `head_space`, as clients received it
     classes: int
 
-    what, over, round, coding, continues = "losses", LOSSES, 0, FP64, False
+    what, over, round, coding, continues = "losses", LOSSES, 0, FP64, True
 
     def terms(self, client: int) -> Mapping[str, Any]:
         """Nothing but the head, which is a message."""
         return {}
 
-    def parts(self, place: Features, clients: Sequence[int]) -> Iterator[Part]:
+    def parts(self, place: Features, clients: Sequence[int]) -> Iterator[Contribution]:
         """The losses over each client's features."""
         for client in clients:
             features, labels = place.features_of(client)

@@ -1,4 +1,4 @@
-"""What hostile clients send instead of their updates: simulated, on vectors of k values, drawn by address."""
+"""Simulated attacks: hostile clients replace their updates (k values), with draws by address."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def label_flip(labels: Tensor, classes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a hostile client can draw on besides its update."""
+    """The means of a hostile client besides its update."""
 
     rng: Callable[[], np.random.Generator]  # a generator of its own for this round
     first: Callable[[Tensor], Tensor]  # the first update that it ever had; the given one, if there is none yet

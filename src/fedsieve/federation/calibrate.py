@@ -31,7 +31,7 @@ def sieve_at(sieve: Sieve, generation: int, rounds: int) -> Sieve:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """How one mask for all clients of a stage is made, at the weights that the model has."""
+    """Makes one mask for all clients of a stage, at the model's current weights."""
 
     context: Context
     stage: str

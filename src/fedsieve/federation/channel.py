@@ -72,7 +72,7 @@ class Parcel:
         clients: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> list[Reply]:
-        """For each message what it says, or why it is refused."""
+        """Decode each message, or give the reason why it is refused."""
         return decode_many(
             messages,
             self.coding,
@@ -87,7 +87,7 @@ class Parcel:
     def open(
         self, message: bytes | memoryview, client: int | None = None, device: torch.device | str = "cpu"
     ) -> Decoded:
-        """What one message says, or a `MessageError`."""
+        """Decode one message, or raise a `MessageError`."""
         (reply,) = self.open_rows([message], None if client is None else [client], device)
         if isinstance(reply, MessageError):
             raise reply

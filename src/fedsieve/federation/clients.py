@@ -25,7 +25,7 @@ class NotFinite(FedsieveError):
     """A client's answer is not finite, so that the stage has diverged."""
 
 
-Part = tuple[int, Tensor, int]  # a client, its values (k,), and its n
+Contribution = tuple[int, Tensor, int]  # a client, its values (k,), and its n
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why nothing of a client counts in a round."""
+    """The reason why nothing of a client counts in a round."""
 
     client: int
     reason: str
@@ -49,7 +49,7 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Worked:
-    """What some clients did in their local training, accepted or not."""
+    """The local training of some clients, accepted or not."""
 
     sums: Tensor  # (clients, 3) float64, over examples seen: loss, correct answers where they are counted, and number
     squares: Tensor  # (spans, clients) float64: how far each span of weights went, squared
@@ -98,7 +98,7 @@ class Place(Features, Protocol):
 
     @property
     def task(self) -> Task:
-        """What all clients of the stage do alike."""
+        """The task that all clients of the stage share."""
 
 
 class Ask(Protocol):
@@ -117,16 +117,16 @@ class Ask(Protocol):
 
     @property
     def coding(self) -> Coding:
-        """How the values of an answer are written."""
+        """The format of the values of an answer."""
 
     @property
     def continues(self) -> bool:
-        """Whether clients that fell out of the question before stay out."""
+        """True where clients that fell out of the question before stay out."""
 
     def terms(self, client: int) -> Mapping[str, Any]:
-        """What a client elsewhere must hear to answer, in JSON's types."""
+        """The details that a client elsewhere needs to answer, in JSON's types."""
 
-    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Part]:
+    def parts(self, place: Place, clients: Sequence[int]) -> Iterator[Contribution]:
         """The answers of `clients`, computed at their place."""
 
 
@@ -138,7 +138,7 @@ class Clients(Protocol):
 
     @property
     def at_once(self) -> int | None:
-        """How many clients train at a time, where memory bounds them."""
+        """The number of clients that train at a time, where memory limits it."""
 
     def call(self, cohort: Sequence[int], round: int) -> list[int]:
         """Find out who of a cohort can be reached in a round. The calls that follow are about this round."""
@@ -216,7 +216,7 @@ class Replies:
 
 
 class Effort:
-    """What the clients of one round did: sums over those that did not go astray."""
+    """Sums over the local training of one round, without clients whose numbers are not finite."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
@@ -226,9 +226,9 @@ class Effort:
         self.drift_by_block: dict[str, float] = {}
 
     def add(self, worked: Worked) -> None:
-        """Count what some clients did: loss, correct answers, images, and how far they went.
+        """Add the loss, correct answers, images and drift of some clients.
 
-        A client that went astray is left out; its message will be refused.
+        A client whose numbers are not finite is left out; its message will be refused.
         """
         self.seconds += worked.seconds
         self.astray += worked.astray
@@ -253,7 +253,7 @@ class Effort:
 
     @property
     def mean_drift(self) -> float | None:
-        """How far a client went on average, in the L2 norm."""
+        """The mean L2 distance between a client's weights and those it received."""
         return self.drift / self.trained if self.trained else None
 
     def measured(self) -> dict[str, Any]:

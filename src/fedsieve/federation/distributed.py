@@ -64,7 +64,7 @@ class Begin(Request):
             forward, space, theta, feed, self.optimizer, self.correction, desk.autocast, desk.speed, desk.recipe
         )
         support = None if self.support is None else self.support.to(device)
-        desk.executor = make_executor(self.kind, task, support, self.clients, self.batch, lambda _: None)
+        desk.equip(make_executor(self.kind, task, support, self.clients, self.batch, lambda _: None))
         return iter(())
 
 
@@ -109,13 +109,13 @@ class Distributed:
         self.task, self.support = inner.task, inner.support
         self.stale, self.pace = False, Pace()
         assert team.desk is not None
-        team.desk.executor = inner
+        team.desk.equip(inner)
         team.update()
         team.tell(Begin.like(inner))
 
     @property
     def clients(self) -> int:
-        """How many clients a rank trains at once."""
+        """The number of clients that a rank trains at once."""
         return self.inner.clients
 
     def sync(self) -> None:
@@ -188,7 +188,7 @@ def _together(rows: Sequence[Tensor | None]) -> Tensor | None:
 def cohort_executor(
     context: Context, task: Task, support: Tensor | None, cohort: int, at_once: int | None, batch: int
 ) -> Executor | Distributed:
-    """What trains cohorts of up to `cohort` clients in this experiment, `at_once` on one device (None: as many as fit)."""
+    """The executor for cohorts of up to `cohort` clients, `at_once` on one device (None: as many as fit)."""
     each = -(-cohort // context.team.size) if context.team else cohort
     inner = make_executor(context.executor, task, support, min(at_once or each, each), batch, context.say)
     return Distributed(context.team, inner) if context.team else inner

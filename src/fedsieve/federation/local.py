@@ -15,7 +15,7 @@ from fedsieve.federation.distributed import Distributed, cohort_executor
 from fedsieve.federation.executors import Cohort, Executor, Task, Trained
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.parts import ClientPart, Upload, client_parts
-from fedsieve.federation.secure import ASTRAY, PAD, Inputs, Kept, Losses, losses
+from fedsieve.federation.secure import ASTRAY, PAD, Departures, Inputs, Kept, departures
 from fedsieve.federation.server import Rounds
 from fedsieve.federation.state import Context, ServerContext, ServerState
 from fedsieve.federation.vectors import squares_by_span
@@ -153,7 +153,7 @@ class LocalClients:
         self.lost: dict[int, str] = {}
         self.waited = 0.0
         self.fates: dict[int, str] = {}  # of the clients that were called last
-        self.leaves: Losses = {}  # and when they fall out of a secure sum
+        self.leaves: Departures = {}  # and when they fall out of a secure sum
         self.rows: dict[int, Kept] = {}  # what clients keep for a secure sum
 
     @property
@@ -164,12 +164,12 @@ class LocalClients:
 
     @property
     def task(self) -> Task:
-        """What all clients of the stage do alike."""
+        """The task that all clients of the stage share."""
         return self.training.task
 
     @property
     def at_once(self) -> int | None:
-        """How many clients train at a time, where memory bounds them."""
+        """The number of clients that train at a time, where memory limits it."""
         return self._training.at_once if self._training else None
 
     def features_of(self, client: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ class LocalClients:
     def call(self, cohort: Sequence[int], round: int) -> list[int]:
         """Draw what becomes of the clients of a round; gives those who can be reached."""
         self.fates = {client: self.people.fate(self.stage, round, client) for client in cohort}
-        self.leaves = losses(self.channel.seed, self.stage, round, self.fates) if self.secret else {}
+        self.leaves = departures(self.channel.seed, self.stage, round, self.fates) if self.secret else {}
         if any(device.delay for device in self.people.settings.devices):
             self.waited = self.people.waiting(self.stage, round, self.fates)
         return [client for client in cohort if self.fates[client] != "unavailable"]
@@ -218,7 +218,7 @@ class LocalClients:
                     yield from self._upload(group, round)
 
     def _silence(self, client: int) -> str:
-        """Why nothing comes from a client; under secure sums, one that crashes later trains first."""
+        """The reason why nothing comes from a client. Under secure sums, a client that crashes later trains first."""
         fate = self.fates[client]
         later = client in self.leaves and self.leaves[client][0] > PAD
         return fate if fate in ("unavailable", "crash") and not later else ""
@@ -285,7 +285,7 @@ class LocalClients:
         """Have clients keep their answers, in the precision that they would be sent in."""
         present = self._present(clients, needed)
         fates = {client: self.fates[client] for client in present} if not needed else {}
-        self.leaves = losses(self.channel.seed, self.stage, ask.round, fates)
+        self.leaves = departures(self.channel.seed, self.stage, ask.round, fates)
         precision = torch.float32 if ask.coding.format == "fp32" else torch.float64
         self.rows = {
             client: Kept.answer(ask.over, values.to(precision), n) for client, values, n in ask.parts(self, present)
@@ -307,7 +307,7 @@ class LocalClients:
         return LocalExchange(self, secret)
 
     def integers(self, secret: SecretSum, client: int) -> np.ndarray:
-        """What a client adds to a secure sum."""
+        """The values that a client adds to a secure sum."""
         return self.inputs.of(secret, client, self.rows[client])
 
 

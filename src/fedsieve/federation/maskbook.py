@@ -1,4 +1,4 @@
-"""The masks of one federated stage: which one is in use, what has moved, who holds what, and who knows of it."""
+"""The masks of one federated stage: the one in use, all weights that have moved, and each client's masks and knowledge."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -61,11 +61,11 @@ class MaskBook:
 
     @property
     def travels(self) -> bool:
-        """Whether clients must be sent the mask: one drawn at random they draw themselves."""
+        """True where the mask is sent to clients. They draw a random mask themselves."""
         return self.sieve is not None and (bool(self.sieve.rule.evidence) or self.per_client)
 
     def due(self, round: int) -> bool:
-        """Whether a shared or public mask is to be made before a round."""
+        """True where a shared or public mask must be made before a round."""
         if self.sieve is None or self.per_client:
             return False
         if self.state.mask is None:
@@ -180,7 +180,7 @@ class MaskBook:
         self._answered.append(client)
 
     def encloses(self, client: int) -> bool:
-        """Whether a client's update must hold its mask."""
+        """True where a client's update must hold its mask."""
         return self.per_client and client not in self.state.given
 
     def holds(self, clients: Sequence[int]) -> Tensor | None:
@@ -248,18 +248,18 @@ class MaskBook:
         self.state.known |= dict.fromkeys(map(str, clients), generation)
 
     def terms(self, client: int) -> Mapping[str, Any]:
-        """What a client elsewhere must hear of the masks: which are in use, and whether the server has its own."""
+        """The masks that a question names: those in use, and whether the server has the client's own."""
         masks = {"moved": self.moved, "mask": self.mask, "tier": self.tier(client)}
         named = {name: mask and mask.id for name, mask in masks.items()}
         return {**named, "generation": self.state.generation, "given": client in self.state.given}
 
     def confirm(self, client: int) -> None:
-        """A client elsewhere has answered, so it knows what it was sent."""
+        """Note that a client elsewhere has answered, so it has received all that was sent."""
         if str(client) in self.state.known:
             self.sure[str(client)] = self.state.known[str(client)]
 
     def doubt(self, client: int) -> None:
-        """Nothing sound came from a client: whether it knows what it was sent is open."""
+        """Take back what a client was sent since its last sound answer: it may not have received it."""
         name, known = str(client), self.state.known
         if name in self.sure:
             known[name] = self.sure[name]
@@ -268,13 +268,13 @@ class MaskBook:
         self.state.ahead = [other for other in self.state.ahead if other != client]
 
     def forget(self, client: int) -> None:
-        """A client has lost its memory: it knows nothing, and its own mask is no more."""
+        """Note that a client has lost its memory: it knows nothing, and its own mask is gone."""
         self.sure.pop(str(client), None)
         self.state.given = [other for other in self.state.given if other != client]
 
 
 def absolute(coding: Coding) -> bool:
-    """Whether a format is exact, so that weights are sent as they are and not as differences."""
+    """True where a format is exact, so that weights are sent as they are and not as differences."""
     return coding.format in ("fp32", "coo")
 
 

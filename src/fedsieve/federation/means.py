@@ -83,21 +83,28 @@ class StreamingMean:
 
 
 def streams(rule: AggregatorChoice) -> bool:
-    """Whether an aggregator takes updates one by one."""
+    """True where an aggregator takes updates one by one."""
     piece = rule.piece if rule.foreign else None
     return isinstance(piece, Aggregator) or (isinstance(piece, type) and issubclass(piece, Aggregator))
 
 
 @dataclass(frozen=True, eq=False)
 class PrivateMean:
-    """Clipped updates and noise, whoever answered."""
+    """The mean of clipped updates with noise, whoever answered."""
 
     account: Account
     book: MaskBook
 
     def __call__(self, replies: Replies, round: int) -> Tensor | None:
-        book = self.book
-        return private_mean(replies, book.count, book.device, self.account, book.stage.name, round)[0]
+        book, account = self.book, self.account
+        total = torch.zeros(book.count, dtype=torch.float64, device=book.device)
+        for update in replies:
+            values = clipped(update.values, account.settings.clip_norm)
+            if update.places is None:
+                total += values
+            else:
+                total.index_add_(0, update.places, values)
+        return account.mean(total, book.stage.name, round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,9 +194,9 @@ def weighted_mean(
 def robust_mean(
     updates: Iterable[Update], rule: AggregatorChoice, most: int, folder: Path
 ) -> tuple[Tensor | None, int]:
-    """What a robust rule makes of all updates, each counted once, (k,), float64; None where they are too few for it.
+    """The result (k,), float64, of a robust rule, which counts every update once; None where they are too few for it.
 
-    At `most` so many come. Where they would take gigabytes of a host's memory they lie in a mapped file in `folder`.
+    At `most` this many updates come. If they would fill gigabytes of memory, they go to a mapped file in `folder`.
     """
     rows: list[Tensor] = []
     weights: list[float] = []
@@ -214,7 +221,7 @@ def robust_mean(
 
 
 def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
-    """Refuse, before anything is read, what cannot work with so many clients in a round, and in all."""
+    """Refuse settings that cannot work with this cohort or this many trainers, before anything is read."""
     settings, privacy = experiment.federation, experiment.privacy
     assert settings is not None
     if settings.aggregator.kind != "mean":
@@ -240,18 +247,3 @@ def check_numbers(experiment: Experiment, cohort: int, trainers: int) -> None:
                 "what the other sent"
             )
     FixedPoint(privacy.bits, cohort, privacy.bound)
-
-
-def private_mean(
-    updates: Iterable[Update], k: int, device: torch.device | str, account: Account, stage: str, round: int
-) -> tuple[Tensor, int]:
-    """The mean of clipped updates with noise, (k,), float64, whoever answered; and of how many clients it is."""
-    total, count = torch.zeros(k, dtype=torch.float64, device=device), 0
-    for update in updates:
-        values = clipped(update.values, account.settings.clip_norm)
-        if update.places is None:
-            total += values
-        else:
-            total.index_add_(0, update.places, values)
-        count += 1
-    return account.mean(total, stage, round), count

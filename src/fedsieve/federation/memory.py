@@ -1,4 +1,4 @@
-"""What clients remember from round to round: personal weights, masks, control variates, rounding errors.
+"""The memory of clients from round to round: personal weights, masks, control variates, rounding errors.
 
 It lives in memory until a checkpoint, and then in files versioned by round, so that a run can go back to any checkpoint
 that is kept. A checkpoint holds the table of versions; files that no kept checkpoint names are deleted.
@@ -49,9 +49,7 @@ class ClientMemory:
     def put(self, client: int, round: int, **tensors: Tensor) -> None:
         """Add to what a client remembers, replacing tensors of the same names."""
         merged = self.get(client) | {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        before = self._fresh.get(client, {})
-        self._bytes += sum(tensor.nbytes for tensor in merged.values()) - sum(t.nbytes for t in before.values())
-        self._fresh[client] = merged
+        self._hold(client, merged)
         if self._bytes > self.memory:
             self.write(round)
 
@@ -60,7 +58,13 @@ class ClientMemory:
         kept = self.get(client)
         for name in names:
             del kept[name]
-        self._fresh[client] = kept
+        self._hold(client, kept)
+
+    def _hold(self, client: int, content: dict[str, Tensor]) -> None:
+        """Keep this of a client until the next write, instead of what was kept before."""
+        before = self._fresh.get(client, {})
+        self._bytes += sum(new.nbytes for new in content.values()) - sum(old.nbytes for old in before.values())
+        self._fresh[client] = content
 
     def propose(self, client: int, round: int, outcomes: Mapping[bool, Mapping[str, Tensor]]) -> None:
         """Note what a client will remember if its update is taken (True), and if it is refused (False)."""

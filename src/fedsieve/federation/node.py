@@ -45,7 +45,7 @@ from fedsieve.train.sieve import starting_mask
 from fedsieve.wire.codec import Coding
 from fedsieve.wire.envelope import wrap
 
-# What a node remembers besides what any client does.
+# Names in a node's memory that no other client has.
 CONTEXT, RECEIVED, SCORED, SECRET, MASK = "context", "received", "scored", "secret", "mask."
 
 ADDRESS = ("run", "client", "ask", "stage", "round")  # of a question, and of its answer
@@ -54,7 +54,7 @@ REVEALED = 1000  # sums that a node remembers to have been in
 
 
 class Problem(FedsieveError):
-    """Why a node cannot answer, of a kind that the server knows."""
+    """The reason why a node cannot answer, of a kind that the server knows."""
 
     kind = ""
 
@@ -66,13 +66,13 @@ class LostMemory(Problem):
 
 
 class Astray(Problem):
-    """What the node would send is not finite."""
+    """The values that the node would send are not finite."""
 
     kind = ASTRAY
 
 
 class Outbox:
-    """Messages that are to leave a node, and what its log will say of them."""
+    """Messages that are to leave a node, and their lines in its log."""
 
     def __init__(self) -> None:
         self.messages: dict[str, bytes | memoryview] = {}
@@ -87,7 +87,7 @@ class Outbox:
 
 
 class NodeMemory:
-    """What a node remembers of one stage, in the version that the server names."""
+    """The memory of a node for one stage, in the version that the server names."""
 
     def __init__(self, node: "Node", space: ParamSpace, stage: str, version: int) -> None:
         """`version` is below zero after an update that was refused."""
@@ -104,10 +104,13 @@ class NodeMemory:
         """All of it, on the device that trains."""
         return self.store.get(self.client, self.device)
 
-    def put(self, round: int, content: Mapping[str, Mask | Tensor]) -> None:
+    def put(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Add to it."""
-        tensors = {name: bits_of(value) if isinstance(value, Mask) else value for name, value in content.items()}
         self.store.put(self.client, round, **tensors)
+
+    def put_masks(self, round: int, *masks: Mask | None) -> None:
+        """Add masks of the stage, which `mask` finds by their ids."""
+        self.put(round, {f"{MASK}{mask.id}": bits_of(mask) for mask in masks if mask is not None})
 
     def mask(self, name: str) -> Mask:
         """A mask of the stage by its id: one that was sent, or that the node drew for itself."""
@@ -116,7 +119,7 @@ class NodeMemory:
         raise LostMemory(f"it does not know the mask {name} of stage {self.stage}")
 
     def tidy(self, masks: Collection[str | None]) -> None:
-        """Forget what no later question can need: weights of this round, and masks other than these."""
+        """Forget this round's weights, and all masks but these: no later question needs them."""
         used = {f"{MASK}{name}" for name in masks}
         old = [
             name
@@ -127,7 +130,7 @@ class NodeMemory:
             self.store.drop(self.client, old)
 
     def write(self, versions: int) -> int:
-        """Bring what is new to the disk, give its version, and keep so many versions before it."""
+        """Write what is new to the disk, give its version, and keep `versions` versions before it."""
         written = self.store.write(abs(self.version) + 1).get(str(self.client), 0)
         self.store.prune([{str(self.client): number} for number in range(written - versions, written + 1)])
         return written
@@ -227,12 +230,14 @@ class Question:
             whole = ParamSpace.of(self.node.model)
             heard = Parcel("context", number, whole, EXACT, enclose=True).open(message, device=self.device)
             assert heard.mask is not None
-            self.memory.put(self.head["round"], {f"{CONTEXT}.mask": heard.mask, f"{CONTEXT}.values": heard.values})
+            self.memory.put(
+                self.head["round"], {f"{CONTEXT}.mask": bits_of(heard.mask), f"{CONTEXT}.values": heard.values}
+            )
         elif about["what"] == "mask":
             within = None if about["within"] is None else self.memory.mask(about["within"])
             heard = Parcel("mask", number, self.space, enclose=True, within=within).open(message)
             assert heard.mask is not None
-            self.memory.put(self.head["round"], {f"{MASK}{heard.mask.id}": heard.mask})
+            self.memory.put_masks(self.head["round"], heard.mask)
         else:
             self.parts[about["what"]] = message
 
@@ -309,13 +314,12 @@ class Question:
             sieve = sieve_at(self.sieve, generation, self.stage.length)
             calibration = Calibration(self.context, self.stage.name, self.space, sieve, generation)
             book.renew(*calibration.mask(unscored))
-        drawn = [book.mask, book.moved, book.tier(self.client)]
-        self.memory.put(self.head["round"], {f"{MASK}{mask.id}": mask for mask in drawn if mask is not None})
+        self.memory.put_masks(self.head["round"], book.mask, book.moved, book.tier(self.client))
 
     # --- work --------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train, and send the update; whether it is taken, the node hears with the next question."""
+        """Train, and send the update. The next question says whether the server accepted it."""
         clients = self._clients()
         if (message := self.parts.get("control")) is not None:
             over = clients.training.book.trains
@@ -329,7 +333,7 @@ class Question:
             self._keep(clients.rows[self.client])
 
     def _say_effort(self, clients: LocalClients, worked: Worked) -> None:
-        """Send what the server shows of training: loss, correct answers, images, and how far each block's weights went."""
+        """Report on training: loss, correct answers, images, and how far each block's weights moved."""
         spans = clients.training.book.spans
         squares, over = worked.squares[:, 0], effort_space(spans, self.context.recipe)
         values = over.flatten({"sums": worked.sums[0].cpu(), "squares": squares})
@@ -355,7 +359,9 @@ class Question:
             parcel = Parcel("model", head["round"], self.space, EXACT, enclose=True)
             heard = parcel.open(message, device=self.device)
             assert heard.mask is not None
-            self.memory.put(self.head["round"], {f"{SCORED}.values": heard.values, f"{SCORED}.mask": heard.mask})
+            self.memory.put(
+                self.head["round"], {f"{SCORED}.values": heard.values, f"{SCORED}.mask": bits_of(heard.mask)}
+            )
         memory = self.memory.get()
         if f"{SCORED}.mask" in memory:
             places = Mask(self.space, memory[f"{SCORED}.mask"].cpu().numpy()).indices()
@@ -366,7 +372,7 @@ class Question:
             active = self.memory.mask(head["over"])
         self._answer(Scores(head["round"], head["evidence"], sieve, active, head["number"], head["among"], address))
         # The next question of this calibration sends its mask within this one.
-        self.memory.put(self.head["round"], {f"{MASK}{active.id}": active})
+        self.memory.put_masks(self.head["round"], active)
 
     def statistics(self) -> None:
         """Send what a head in closed form needs: sums of products of features and labels."""
@@ -381,7 +387,7 @@ class Question:
         self._answer(Losses(head, classes), self._on_features())
 
     def test(self) -> None:
-        """Measure the final model, and what the node makes of it for itself, on test images."""
+        """Measure the final model, and the node's personal models, on test images."""
         feed, number = self.node.test(), self.head["round"]
         if self.experiment.own_images:
             logits = predict(self.node.model, feed, self.context.autocast).double()

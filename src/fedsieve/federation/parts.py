@@ -1,4 +1,4 @@
-"""What only some runs add to a round: parts with hooks, chained, each ignorant of the others.
+"""Optional parts of a round, chained by their hooks. None of them knows the others.
 
 A `ClientPart` works where clients train; a `ServerPart` where the server is. SCAFFOLD has one of each.
 """
@@ -215,10 +215,15 @@ class ControlVariates(ClientPart):
             return None
         return torch.stack([self.server - self._own(client) for client in clients])
 
+    @staticmethod
+    def parcel(book: MaskBook, round: int, coding: Coding) -> Parcel:
+        """The message in which the change of a control variate travels."""
+        return Parcel("control", round, book.trains, coding)
+
     def enclosed(self, clients: Sequence[int], trained: Trained, round: int) -> tuple[Parcel, Tensor] | None:
         assert trained.gradients is not None
         changes = trained.gradients - torch.stack([self._own(client) for client in clients])
-        return Parcel("control", round, self.book.trains, self.coding), changes.float()
+        return self.parcel(self.book, round, self.coding), changes.float()
 
     def remembered(self, upload: Upload, taken: bool) -> Mapping[str, Tensor]:
         reply = upload.replies["control"]
@@ -426,6 +431,16 @@ class ServerMasks(ServerPart):
 
     def end(self, round: int) -> None:
         self.book.grow()
+
+
+def enclosed_parcels(context: Context, book: MaskBook, round: int) -> list[Parcel]:
+    """The messages that a client sends with its update, as its parts enclose them."""
+    message, parcels = context.experiment.message, list[Parcel]()
+    if context.population.settings.correction.kind == "scaffold":
+        parcels.append(ControlVariates.parcel(book, round, Coding(message.up, message.group, message.top_k)))
+    if changing(context.model, context.recipe) == "federated":
+        parcels.append(Parcel(STATISTICS, round, RunningStatistics(context.model).space, EXACT))
+    return parcels
 
 
 def server_parts(

@@ -99,7 +99,7 @@ class PersonalModels:
         return found
 
     def _space(self, method: PersonalMethod) -> ParamSpace:
-        """What a method trains."""
+        """The weights that a method trains."""
         if method == "norms":
             return ParamSpace.of(self.model, norm_names(self.model))
         if method == "head":
@@ -154,7 +154,7 @@ class PersonalModels:
                     yield group[place], start + moved
 
     def _own_sieve(self, method: PersonalMethod) -> Sieve | None:
-        """How clients make masks of their own; None where they train the same weights."""
+        """The sieve of clients' own masks; None where they train the same weights."""
         stage = {"mask": self.sparse, "local": self.stage}.get(method)
         sieve = self.context.experiment.mask_of(stage) if stage else None
         return sieve if sieve and (method == "mask" or sieve.scope == "client") else None
@@ -178,7 +178,7 @@ class PersonalModels:
         return with_features(self.train, backbone, EVALUATION_BATCH, autocast), test
 
     def _on(self, feed: Examples) -> nn.Module:
-        """What is called on the inputs of a feed."""
+        """The network that takes the inputs of a feed."""
         return self.model if feed.features is None else OnFeatures(self.model.head)
 
     def _accuracy(self, client: int, test: Examples) -> float:

@@ -1,4 +1,4 @@
-"""Who takes part: the clients, what their devices can do, which are chosen, and what goes wrong."""
+"""The clients of a federation: their images and devices, the cohort of each round, and simulated failures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,23 +37,23 @@ class Population:
 
     @cached_property
     def held(self) -> np.ndarray:
-        """How many images each client keeps for validation, (K,): one at least, where one is left to train on."""
+        """The number of images that each client keeps for validation, (K,): at least one if another is left to train on."""
         share, sizes = self.settings.client_validation, self.shards.sizes
         return np.clip(np.rint(share * sizes).astype(np.int64), int(share > 0), sizes - 1)
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """How many images each client trains on, (K,). Kept, since rounds ask for it, and must not cost what all clients do."""
+        """The number of images that each client trains on, (K,). Cached, so that rounds do not compute it for all clients."""
         return self.shards.sizes - self.held
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """How much each client counts in a mean, (K,)."""
+        """The weight of each client in a mean, (K,)."""
         return self.sizes if self.settings.weighting == "examples" else np.ones_like(self.sizes)
 
     @property
     def trainers(self) -> int:
-        """How many clients may train."""
+        """The number of clients that may train."""
         return len(self) - len(self.strangers)
 
     @cached_property
@@ -69,7 +69,7 @@ class Population:
 
     @property
     def cohort_size(self) -> int:
-        """How many clients a round has; under differential privacy, on average."""
+        """The number of clients in a round; under differential privacy, its mean."""
         return self.settings.cohort_size(self.trainers)
 
     @property
@@ -105,7 +105,7 @@ class Population:
         return devices[min(int(np.searchsorted(shares, drawn, side="right")), len(devices) - 1)]
 
     def fate(self, stage: str, round: int, client: int) -> str:
-        """What becomes of a chosen client in a round: "ok", "unavailable", "crash", "late" or "corrupt"."""
+        """The fate of a chosen client in a round: "ok", "unavailable", "crash", "late" or "corrupt"."""
         failures = self.settings.failures
         if not (failures.unavailable or failures.crash or failures.corrupt or failures.deadline):
             return "ok"

@@ -1,4 +1,4 @@
-"""Which client is at which node of a network, and whether it may take part."""
+"""Maps clients to the nodes of a network, and refuses nodes that do not match the experiment."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ LOST = {
 
 
 class Transport(Protocol):
-    """What carries bytes to nodes, and theirs back. Nodes are numbers that mean nothing here."""
+    """Carries bytes to nodes and back. Nodes are numbers without a meaning here."""
 
     wait: float  # seconds that a run waits for its sites at the beginning
     deadline: float  # seconds that sites have for an answer
@@ -24,7 +24,7 @@ class Transport(Protocol):
         """All that can be reached now."""
 
     def ask(self, messages: Mapping[int, bytes]) -> Mapping[int, bytes | str]:
-        """What each node answered before the deadline, or a word of `LOST`."""
+        """The answer of each node before the deadline, or a word of `LOST`."""
 
 
 class Registry:
@@ -57,7 +57,7 @@ class Registry:
         return set(self.node)
 
     def ask(self, envelopes: Mapping[int, bytes]) -> dict[int, bytes | MessageError]:
-        """What clients answered, or why nothing came."""
+        """The answers of clients, or why nothing came."""
         to = {self.node[client]: envelope for client, envelope in envelopes.items() if client in self.node}
         answers = self.transport.ask(to) if to else {}
         found: dict[int, bytes | MessageError] = {}

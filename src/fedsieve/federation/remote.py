@@ -1,4 +1,4 @@
-"""Clients that are nodes elsewhere: what the server asks travels to them in envelopes, and their answers come back.
+"""Clients that are nodes elsewhere: the server's questions travel to them in envelopes, and their answers come back.
 
 A `Node` works with the same codec, draws and functions as a run in one process, so that both give the same weights.
 """
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.channel import EXACT, FP64, STATISTICS, Parcel, Reply, Tally
+from fedsieve.federation.channel import FP64, Parcel, Reply, Tally
 from fedsieve.federation.clients import Ask, Exchange, Refusal, SecretSum, TrainReply, Update, Worked
 from fedsieve.federation.maskbook import MaskBook
+from fedsieve.federation.parts import enclosed_parcels
 from fedsieve.federation.registry import Registry
 from fedsieve.federation.secure import ASTRAY
 from fedsieve.federation.state import ServerContext
 from fedsieve.federation.vectors import Span
 from fedsieve.model.space import ParamSpace
 from fedsieve.privacy.secagg import Arrival
-from fedsieve.train.modes import RunningStatistics, changing
 from fedsieve.train.objectives import PLAIN, Recipe
 from fedsieve.wire.codec import Coding, Decoded, MessageError
 from fedsieve.wire.envelope import unwrap, wrap
@@ -31,12 +31,12 @@ Answer = dict[str, bytes] | MessageError  # messages by what they are
 
 
 def effort_space(spans: Sequence[Span], recipe: Recipe = PLAIN) -> ParamSpace:
-    """The layout of what a node says of its training: loss, correct answers and images, and squared distances by span."""
+    """The layout of a node's report on its training: loss, correct answers and images, and squared distances by span."""
     return ParamSpace(("sums", "squares"), ((recipe.training_columns,), (len(spans),)))
 
 
 def personal_space(methods: int) -> ParamSpace:
-    """The layout of what a node says of its personal models: the accuracy of each, -1 where nothing could be tested."""
+    """The layout of a node's report on its personal models: the accuracy of each, -1 where nothing could be tested."""
     return ParamSpace(("accuracy",), ((methods,),))
 
 
@@ -69,6 +69,8 @@ class Mailbox:
                     self.tally.note(round, client, "down", about["what"], len(message))
             around = len(envelopes[client]) - sum(len(message) for _, message in parts)
             self.tally.note(round, client, "down", ENVELOPE, around)
+        for client in self.waiting:  # is not asked, so what it was to hear is dropped
+            self._doubt(client)
         self.waiting.clear()
         answers = self.registry.ask(envelopes)
         return {client: self._opened(client, what, round, answers[client]) for client in terms}
@@ -91,7 +93,7 @@ class Mailbox:
         return reply
 
     def refuse(self, client: int) -> None:
-        """What a node has just sent is not taken: its memory is that of a client whose update was refused."""
+        """Refuse the last update of a node: its valid memory is that of a client whose update was refused."""
         self.memory[str(client)] = -abs(self.memory[str(client)])
 
     def _address(self, what: str, client: int, round: int) -> dict[str, Any]:
@@ -113,14 +115,17 @@ class Mailbox:
             if not isinstance(parts, list) or len(parts) != len(messages):
                 raise MessageError("head", f"site {client} sent messages that it does not name")
         except MessageError as error:
-            if self.book:
-                self.book.doubt(client)
+            self._doubt(client)
             return error
         self.tally.note(round, client, "up", ENVELOPE, len(answer) - sum(map(len, messages)))
         self.memory[str(client)] = head["memory"]
         if self.book:
             self.book.confirm(client)
         return dict(zip(map(str, parts), messages, strict=True))
+
+    def _doubt(self, client: int) -> None:
+        if self.book:
+            self.book.doubt(client)
 
     def _hear(self, client: int, kind: str, problem: str) -> None:
         """A node could not do what it was asked."""
@@ -155,8 +160,6 @@ class RemoteClients:
         message = context.experiment.message
         self.up = Coding(message.up, message.group, message.top_k)
         self.secret = context.experiment.privacy.aggregation == "secagg"
-        self.scaffold = self.people.settings.correction.kind == "scaffold"
-        self.averages = changing(context.model, context.recipe) == "federated"
         self.lost: dict[int, str] = {}
         self.waited = 0.0
         self._here: list[int] = []  # clients of this round that can be reached
@@ -201,21 +204,19 @@ class RemoteClients:
             yield from self._taken(client, round, answers.pop(client))
 
     def _taken(self, client: int, round: int, answer: Answer) -> Iterator[TrainReply]:
-        """What a node did, and its update if that is sound. All of its messages count, or none."""
+        """The training of a node, and its update if that is sound. All of its messages count, or none."""
         book = self.book
         assert book is not None
         if not isinstance(answer, MessageError):
             yield self._worked(client, round, answer)
-        parcels, places = [Parcel("update", round, book.trains, self.up)], None
+        places: torch.Tensor | None = None
         if book.encloses(client):  # its mask may be any
             parcels = [Parcel("update", round, book.space, self.up, enclose=True)]
         else:
             ((_, over, places),) = book.groups([client])
             parcels = [Parcel("update", round, over, self.up)]
-        if self.scaffold and not isinstance(answer, MessageError):
-            parcels.append(Parcel("control", round, book.trains, self.up))
-        if self.averages and not isinstance(answer, MessageError):
-            parcels.append(Parcel(STATISTICS, round, RunningStatistics(self.context.model).space, EXACT))
+        if not isinstance(answer, MessageError):
+            parcels += enclosed_parcels(self.context, book, round)
         replies = {parcel.what: self.mailbox.take(parcel, client, answer, self.device) for parcel in parcels}
         if errors := [reply for reply in replies.values() if isinstance(reply, MessageError)]:
             if not isinstance(answer, MessageError):
@@ -231,7 +232,7 @@ class RemoteClients:
         yield Update(client, update.values.to(book.base.dtype), weight, places, messages)
 
     def _worked(self, client: int, round: int, answer: Answer) -> Worked:
-        """What a node did; one that went astray says nothing finite."""
+        """The training of a node, without numbers where they are not finite."""
         assert self.book is not None
         over = effort_space(self.book.spans, self.context.recipe)
         reply = self.mailbox.take(Parcel("effort", round, over, FP64), client, answer, self.device)
@@ -311,7 +312,8 @@ class RemoteExchange:
     def __call__(self, phase: int, messages: Mapping[int, bytes]) -> Iterable[Arrival]:
         """Bring a phase's messages to the nodes, and give what comes back."""
         mailbox, secret = self.mailbox, self.secret
-        mailbox.waiting = {client: [({"what": SUM}, message)] for client, message in messages.items()}
+        for client, message in messages.items():
+            mailbox.put(client, {"what": SUM}, message)
         terms = {**secret.terms, "sum": secret.what, "phase": phase}
         for client, answer in mailbox.ask(SUM, secret.round, dict.fromkeys(messages, terms)).items():
             if isinstance(answer, MessageError):

@@ -1,13 +1,12 @@
-"""A linear head in closed form as a stage: one round, in which clients send sums (see `least_squares`)."""
+"""A linear head in closed form, from all images in one place or from sums that clients send (see `least_squares`)."""
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedsieve.config import Ridge, Stage
+from fedsieve.config import Ridge
 from fedsieve.federation.asks import Losses, Statistics
 from fedsieve.federation.channel import EXACT, Parcel
 from fedsieve.federation.clients import Clients
@@ -24,8 +23,6 @@ from fedsieve.federation.state import ServerContext, ServerState
 from fedsieve.federation.sums import Sums
 from fedsieve.model.build import Classifier
 from fedsieve.model.space import ParamSpace
-from fedsieve.train.feed import Examples
-from fedsieve.train.loop import Tick, measure, predict
 from fedsieve.train.record import Record
 
 Labelled = tuple[Tensor, Tensor]  # features and labels
@@ -77,58 +74,58 @@ class Solver:
         return float(SCALES[int(self.total(Losses(self.send(over, sent), self.classes)).argmin())])
 
 
-class RidgeHead:
-    """A head in closed form from all clients, as a stage of one round."""
+@dataclass(frozen=True, eq=False)
+class OnePlace:
+    """All features and labels, where the solver is."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        stage: Stage,
-        space: ParamSpace,
-        feeds: Callable[[], tuple[Examples, Examples]],
-        connect: Callable[[Examples, ServerState], Clients],
-        validate: Callable[[Examples], dict[str, float]],
-    ) -> None:
-        """`feeds` gives training and validation images as features of the backbone, and `connect` clients that have these."""
-        assert isinstance(context.model, Classifier)
-        self.context, self.stage, self.space, self.model = context, stage, space, context.model
-        self.feeds, self.connect, self.validate = feeds, connect, validate
-        self.state = ServerState(space.read(context.model))
+    features: Tensor
+    labels: Tensor
 
-    def rounds(self) -> Iterator[Tick]:
-        """The one round. At the end the model has the head."""
-        context, state, clock = self.context, self.state, time.perf_counter()
-        sent = dict(context.ledger.total)
-        train, validation = self.feeds()
-        clients, members = self.connect(train, state), context.population.all_trainers
-        if (before := context.changed_weights(but=self.space)) is not None:
-            mask, values = before  # features are those of the backbone as it is now
-            clients.tell(Parcel("context", 0, mask, EXACT, enclose=True), members, values.float())
-        chosen = install(self.model, self.space, state, self._solved(clients, members, validation))
-        state.refused = dict(Counter(clients.lost.values()))
-        record = Record(stage=self.stage.name, round=1, cohort=len(members), refused=state.refused)
-        record.note(replies=len(members) - len(clients.lost), **chosen)
-        if len(train):
-            record.note(**measure(predict(self.model.head, train, context.autocast), train.labels, "train"))
-        record.note(**{f"bytes_{way}": context.ledger.total[way] - sent[way] for way in ("up", "down")})
-        if context.account:
-            record.epsilon = context.account.spent()
-        record.note(**self.validate(validation))
-        state.chosen = record.starting_with("val_")
-        record.seconds = state.seconds = time.perf_counter() - clock
-        yield Tick(1, 1, record)
+    def features_of(self, client: int) -> Labelled:
+        """All of them, whoever asks."""
+        return self.features, self.labels
 
-    def _solved(self, clients: Clients, members: list[int], validation: Examples) -> Solved:
-        sums = Sums(self.context, clients, self.stage.name, self.state.theta.device)
-        classes, width = self.space.shapes[self.space.names.index("head.weight")]
-        solver = Solver(
-            self.stage.ridge,
-            width,
-            classes,
-            total=lambda ask: sums(ask, members)[0],
-            send=lambda over, values: clients.tell(Parcel("head", 0, over, EXACT), members, values).values,
-        )
-        return solver.head(None if validation.features is None else (validation.features, validation.labels))
+    def total(self, ask: Statistics | Losses) -> Tensor:
+        """The answer to a question."""
+        return next(ask.parts(self, [0]))[1]
+
+    def send(self, over: ParamSpace, values: Tensor) -> Tensor:
+        """Nothing travels."""
+        return values
+
+    def note(self, record: Record, state: ServerState) -> None:
+        """Nobody else took part."""
+        record.epoch = 1
+
+
+class Members:
+    """The clients of a stage, which send sums over their features."""
+
+    def __init__(self, context: ServerContext, clients: Clients, stage: str, space: ParamSpace) -> None:
+        """Sends clients what earlier stages changed: features are those of the backbone as it is now."""
+        self.context, self.clients, self.members = context, clients, context.population.all_trainers
+        self.sums = Sums(context, clients, stage, context.train.labels.device)
+        self.sent = dict(context.ledger.total)
+        if (before := context.changed_weights(but=space)) is not None:
+            mask, values = before
+            clients.tell(Parcel("context", 0, mask, EXACT, enclose=True), self.members, values.float())
+
+    def total(self, ask: Statistics | Losses) -> Tensor:
+        """The sum of the clients' answers."""
+        return self.sums(ask, self.members)[0]
+
+    def send(self, over: ParamSpace, values: Tensor) -> Tensor:
+        """Send values to all clients, and give them as they are received."""
+        return self.clients.tell(Parcel("head", 0, over, EXACT), self.members, values).values
+
+    def note(self, record: Record, state: ServerState) -> None:
+        """Record who took part, bytes and privacy spent."""
+        lost, total = self.clients.lost, self.context.ledger.total
+        state.refused = dict(Counter(lost.values()))
+        record.note(round=1, cohort=len(self.members), replies=len(self.members) - len(lost), refused=state.refused)
+        record.note(**{f"bytes_{way}": total[way] - self.sent[way] for way in ("up", "down")})
+        if self.context.account:
+            record.epsilon = self.context.account.spent()
 
 
 def install(model: Classifier, space: ParamSpace, state: ServerState, solved: Solved) -> dict[str, float]:

@@ -27,11 +27,11 @@ ABORTED, ASTRAY, FEW_HOLDERS = "aborted", "not finite", "too few holders"
 MOST = 100  # clients in one sum, whose cost grows with the square of their number; more are summed in groups
 EXPONENTS = range(-126, 130)  # of a tensor's largest value, as powers of two; the first also stands for zero
 
-Losses = Mapping[int, tuple[int, str]]  # the phase in which a client is lost, and why
+Departures = Mapping[int, tuple[int, str]]  # the phase in which a client is lost, and why
 
 
-def losses(seed: int, stage: str, round: int, fates: Mapping[int, str]) -> Losses:
-    """When clients with a bad fate are lost: they crash before a phase, or their answer is late or damaged in one."""
+def departures(seed: int, stage: str, round: int, fates: Mapping[int, str]) -> Departures:
+    """The phase in which each client with a bad fate is lost: it crashes before it, or its answer is late or damaged."""
 
     def phase(client: int) -> int:
         return int(generator(seed, "phase", stage, round, client).integers(len(PHASES)))
@@ -211,12 +211,12 @@ class Inputs:
 
 
 def update_point(privacy: Privacy, clients: int, weight_bound: int) -> FixedPoint:
-    """How updates of so many clients are written as integers."""
+    """The fixed-point format for updates of this many clients."""
     return FixedPoint(privacy.bits, clients, privacy.bound * weight_bound, weight_bound)
 
 
 def point_at(clients: int, largest: Sequence[int] | np.ndarray, sizes: Sequence[int]) -> FixedPoint:
-    """How tensors of these `sizes` are written as integers, if their values stay below these powers of two."""
+    """The fixed-point format for tensors of these `sizes`, whose values stay below these powers of two."""
     return FixedPoint(64, clients, np.repeat(2.0 ** np.asarray(largest), sizes))
 
 

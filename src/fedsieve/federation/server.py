@@ -28,6 +28,7 @@ from fedsieve.federation.state import ServerContext, ServerState
 from fedsieve.federation.sums import Sums
 from fedsieve.federation.vectors import pieces
 from fedsieve.mask.mask import Mask
+from fedsieve.model.space import Layout
 from fedsieve.train.loop import Tick
 from fedsieve.train.record import Record, merit
 from fedsieve.train.schedule import learning_rate
@@ -59,7 +60,7 @@ class Rounds:
         self.sums = Sums(context, clients, stage.name, book.device)
         self.mean = choose_mean(context, clients, book, self.sums.secure, self.tally)
         self.parts: list[ServerPart] = server_parts(context, clients, self.sums, book, state, self.introduce)
-        self.announced: object = self  # the mask whose noise was spoken of; none yet
+        self.announced: Layout | None = None  # the weights for which the expected noise was announced last
         state.complete(book.base)
 
     def rounds(self) -> Iterator[Tick]:
@@ -167,7 +168,7 @@ class Rounds:
                 state.theta.index_add_(0, support[part], step)
 
     def record(self, replies: Replies, rate: float, cohort: int) -> Record:
-        """What a round leaves in the metrics, and in the state's counts."""
+        """The record of a round. Adds to the state's counts."""
         state, reasons = self.state, Counter(replies.refused.values())
         for reason, count in reasons.items():
             state.refused[reason] = state.refused.get(reason, 0) + count
@@ -237,9 +238,9 @@ class Rounds:
             self.clients.tell(Parcel("context", round, mask, EXACT, enclose=True), newcomers, values.float())
 
     def _announce(self) -> None:
-        """Say what noise to expect under the mask in use."""
-        if self.context.account is not None and self.announced is not self.book.mask:
-            self.announced = self.book.mask
+        """Say what noise to expect for the weights that train."""
+        if self.context.account is not None and self.announced is not self.book.trains:
+            self.announced = self.book.trains
             self.context.say(self.context.account.outlook(self.stage.name, self.book.count))
 
     # --- evaluation and choice ---------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class Rounds:
             self._note_choice()
 
     def _note_choice(self) -> None:
-        """What there is to know of the chosen round besides its weights."""
+        """Note the number and the mask of the chosen round."""
         state = self.state
         state.best_at, state.best_generation, state.best_mask = state.round, self.book.state.generation, self.book.bits
         for part in self.parts:

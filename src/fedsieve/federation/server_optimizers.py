@@ -21,7 +21,7 @@ class ServerOptimizer:
         return {}
 
     def step(self, theta: Tensor, mean: Tensor, state: State, lr: float) -> Tensor:
-        """How far the server moves, (k,), given the clients' mean update. Change `state` in place."""
+        """The server's step (k,) for the clients' mean update. Changes `state` in place."""
         raise NotImplementedError
 
 
@@ -64,14 +64,14 @@ def _adaptive(delta: Tensor, state: State, lr: float, momentum: float, tau: floa
 
 
 def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Tensor:
-    """How far the server moves, (k,), given the clients' mean update `delta`; `state` holds its buffers."""
+    """The server's step (k,) for the clients' mean update `delta`; `state` holds its buffers."""
     if not state:
         state |= fresh(settings, delta, delta.dtype)
     return settings.piece(delta, state, lr, **settings.steps)
 
 
 def foreign_step(settings: Server, lr: float, theta: Tensor, mean: Tensor, state: State) -> Tensor:
-    """How far a server optimizer from outside moves the weights `theta` (k,)."""
+    """The step of a server optimizer from outside, from the weights `theta` (k,)."""
     optimizer, where = settings.made(), f"federation.server: {settings.kind}"
     if not state:
         state |= called(optimizer.init, where, theta)

@@ -1,4 +1,4 @@
-"""What a federated stage works on: the state that goes into and comes out of each round, and what all stages share."""
+"""The state that goes into and comes out of each federated round, and the context that all stages share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -26,7 +26,7 @@ BITS = ("best_mask", "mask", "moved")  # these stay on the host
 
 @dataclass
 class MaskState:
-    """What a checkpoint keeps of a stage's masks."""
+    """The masks of a stage, as a checkpoint keeps them."""
 
     mask: Tensor | None = None  # the bits of the shared mask,
     moved: Tensor | None = None  # and of all weights that may differ from the stage's start
@@ -124,7 +124,7 @@ def _places(bits: Tensor, vector: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What the stages of a federated experiment share, where clients are."""
+    """The context of all federated stages, where clients are."""
 
     experiment: Experiment
     population: Population
@@ -142,7 +142,7 @@ class Context:
     masks: Mapping[str, Mask] = field(default_factory=dict)  # finished ones, by stage
 
     def changed_weights(self, but: ParamSpace | None = None) -> tuple[Mask, Tensor] | None:
-        """What earlier stages made of the weights that every device has, `but` for some: a mask, and its values."""
+        """The weights that earlier stages changed, `but` for some: a mask, and its values. Every device has the others."""
         whole = ParamSpace.of(self.model)
         now = whole.read(self.model)
         changed = (now != whole.flatten(self.initial).to(now.device)).cpu()
@@ -156,7 +156,7 @@ class Context:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ServerContext(Context):
-    """What the stages share where the server is."""
+    """The context of all federated stages, where the server is."""
 
     ledger: Ledger
     account: Account | None = None  # under differential privacy

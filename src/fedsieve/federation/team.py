@@ -41,7 +41,7 @@ class LostRank(FedsieveError):
 
 @dataclass
 class Desk:
-    """What every rank has before it: the same network and the same training images."""
+    """The equipment of a rank: every rank has the same network and the same training images."""
 
     model: nn.Module
     train: Examples
@@ -51,9 +51,13 @@ class Desk:
     recipe: Recipe = PLAIN
     executor: Any = None  # what trains clients here
 
+    def equip(self, executor: Any) -> None:
+        """Train clients with this executor from here on."""
+        self.executor = executor
+
 
 class Request:
-    """What a rank is asked to do. Its tensors travel by way of the host; answers come in the order of its clients."""
+    """Work for a rank. Its tensors travel by way of the host; answers come in the order of its clients."""
 
     def perform(self, desk: Desk) -> Iterator[Batch]:
         raise NotImplementedError
@@ -82,14 +86,14 @@ _READY, _END, _ALIVE = "ready", "end", None
 
 @dataclass
 class Pace:
-    """How much rank 0 has to do beside its share, in units of cost, learnt from one spreading for the next."""
+    """The extra work of rank 0 besides its share, in units of cost, learnt from one spreading for the next."""
 
     beside: float = 0.0
 
 
 @dataclass(frozen=True)
 class Split:
-    """How clients are split among ranks."""
+    """The rules by which clients are split among ranks."""
 
     group: int = 1  # clients that a rank works on at once
     together: int = 1  # answers that are given at a time
@@ -101,7 +105,7 @@ SINGLE = Split()
 
 
 def deal(costs: Sequence[float], ranks: int, beside: float = 0.0, most: int | None = None) -> list[list[int]]:
-    """Whose turn each place of `costs` is, by rank, ascending: the costliest first, each to the rank with the least so far.
+    """Deal the places of `costs` to ranks, each rank's ascending: the costliest first, to the rank with the least so far.
 
     The greedy rule of Graham (1969), at most a third worse than the best. Rank 0 begins with the cost `beside`; no rank takes
     more than `most`.

@@ -23,7 +23,7 @@ def pieces(count: int, device: torch.device, start: int = 0) -> Iterator[slice]:
 
 
 def squares_by_span(moved: Tensor, spans: Sequence[Span]) -> Tensor:
-    """How far clients (clients, k) went in each span, squared: (spans, clients), float64."""
+    """The squared distance that clients (clients, k) moved in each span: (spans, clients), float64."""
     return torch.stack([_squares(moved, first, last) for _, first, last in spans])
 
 

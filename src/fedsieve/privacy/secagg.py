@@ -310,7 +310,7 @@ class SecureSum(NamedTuple):
 
 
 Arrival = tuple[int, int, bytes | MessageError]  # a client, the size of its answer, and what came of it
-Exchange = Callable[[int, Mapping[int, bytes]], Iterable[Arrival]]  # from a phase and its messages
+Courier = Callable[[int, Mapping[int, bytes]], Iterable[Arrival]]  # from a phase and its messages
 
 
 def secure_sum(
@@ -337,7 +337,7 @@ def in_process(
     drops: Mapping[int, int],
     round: int,
     deliver: Callable[[int, int, bytes], bytes],
-) -> Exchange:
+) -> Courier:
     """Clients of a secure sum in this process. See `secure_sum`."""
     clients = {client: SumClient(client, values, round, threshold) for client, values in inputs.items()}
 
@@ -353,7 +353,7 @@ def in_process(
     return exchange
 
 
-def conduct(server: SumServer, exchange: Exchange) -> SecureSum:
+def conduct(server: SumServer, exchange: Courier) -> SecureSum:
     """Lead a secure sum to its end, or until it is `Aborted`. `exchange` brings a phase's messages to clients."""
     traffic = list[Sent]()
     try:

@@ -1,5 +1,6 @@
 """The numbers of a finished run: fields of its summary, or made of its records, messages and masks (measures.py names them)."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,21 @@ def measure(run: RunFolder, name: str) -> float | None:
 
 
 def spent(run: RunFolder, what: str) -> np.ndarray:
-    """Bytes sent, or seconds of the last stage, up to the end of each record's round or epoch."""
+    """Bytes sent, or typical seconds of the last stage, up to the end of each record's round or epoch (NaN: unknown)."""
     if what == "bytes":
         return so_far(run.records, read_traffic(run))
     last = run.experiment.stages[-1].name
-    return np.cumsum([record.seconds or 0.0 if record.stage == last else 0.0 for record in run.records])
+    timed = [record.stage == last and record.seconds is not None for record in run.records]
+    total = _seconds(run, last)
+    return np.cumsum(timed) * (math.nan if total is None else total / sum(timed))
 
 
 def _until(run: RunFolder, what: str, accuracy: float) -> float | None:
     """The bytes or seconds spent when the server's validation accuracy was first seen to be that high."""
     seen = ((place, record.val_accuracy) for place, record in enumerate(run.records))
     place = next((place for place, found in seen if found is not None and found >= accuracy), None)
-    return None if place is None else float(spent(run, what)[place])
+    found = math.nan if place is None else float(spent(run, what)[place])
+    return None if math.isnan(found) else found
 
 
 def _column(run: RunFolder, *names: str) -> list[float]:
@@ -65,8 +69,10 @@ def _column(run: RunFolder, *names: str) -> list[float]:
 
 
 def _seconds(run: RunFolder, *stages: str) -> float | None:
-    """How long stages took, were all their epochs or rounds typical ones. Some also compile or compute features, but
-    only in the first row of a process: this would tell more of the order of rows than of the row."""
+    """The median seconds of an epoch or round, times their number, summed over stages (None: too few were timed).
+
+    The first row of a process also compiles and computes features. A plain sum would depend on the order of rows.
+    """
     total = 0.0
     for stage in stages:
         values = [record.seconds for record in run.records if record.stage == stage and record.seconds is not None]

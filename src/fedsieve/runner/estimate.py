@@ -1,4 +1,4 @@
-"""How much a run has to do: the images it trains on, and the bytes that a federated stage would send."""
+"""Estimates for a run: the images it trains on, and the bytes that a federated stage would send."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from fedsieve.wire.codec import OVERHEAD, Coding, dense_bytes
 
 @dataclass(frozen=True)
 class People:
-    """How many clients there are, may train, and train in a round."""
+    """The numbers of clients: in all, those that may train, and those that train in a round."""
 
     clients: int
     trainers: int
@@ -34,7 +34,7 @@ class People:
         return cls(len(population), population.trainers, population.cohort_size, population.rate, shuffled)
 
     def met(self, rounds: float) -> float:
-        """How many different clients take part in so many rounds, on average."""
+        """The expected number of different clients in this many rounds."""
         if self.shuffled:
             return min(self.trainers, rounds * self.cohort)
         return self.trainers * (1 - (1 - self.cohort / self.trainers) ** rounds)
@@ -65,7 +65,7 @@ class Estimate:
 
 
 def context_bytes(changed: Mapping[str, float], space: ParamSpace) -> float:
-    """What earlier stages changed, as a message: so many weights of each tensor of `space`."""
+    """The message of what earlier stages changed: a number of weights of each tensor of `space`."""
     counts = [round(changed.get(name, 0)) for name in space.names]
     if not any(counts):
         return 0.0
@@ -74,7 +74,7 @@ def context_bytes(changed: Mapping[str, float], space: ParamSpace) -> float:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many weights of a stage are sent, or could be."""
+    """The number of weights of a stage that are sent, or could be."""
 
     space: ParamSpace  # all that the stage trains
     taking: int  # how many may be in a mask

@@ -1,4 +1,4 @@
-"""What the federated stages of an experiment share: clients made from its data, a ledger, memory, a privacy account."""
+"""The context of an experiment's federated stages: clients made from its data, a ledger, memory, a privacy account."""
 
 import io
 from collections import Counter
@@ -60,7 +60,7 @@ def make_context(
     saved: Mapping[str, Any],
     team: Team | None = None,
 ) -> ServerContext:
-    """What the federated stages share. `saved` is what `saved_context` gave at the last checkpoint, or empty.
+    """The context of the federated stages. `saved` comes from `saved_context` at the last checkpoint, or is empty.
 
     Under differential privacy `mark` names the settings that the noise belongs to.
     """
@@ -107,7 +107,7 @@ def flipped(train: Examples, population: Population, classes: int) -> Examples:
 
 
 def saved_context(context: ServerContext, number: int, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What checkpoint `number` must hold of a federation; `before` is what the last one held.
+    """The federation's part of checkpoint `number`; `before` is that of the last one.
 
     Files of clients that no kept checkpoint names may go once this one is written.
     """
@@ -122,13 +122,13 @@ def saved_context(context: ServerContext, number: int, before: Mapping[str, Any]
 
 
 def client_summary(population: Population, accuracy: np.ndarray, file: Path) -> ClientSpread:
-    """How well the global model serves each client, whose test set has its own shares of classes; details in `file`."""
+    """Clients' accuracies with the global model, each weighted by its own shares of classes; details in `file`."""
     write_clients(population, accuracy, file)
     return ClientSpread(**spread_apart(accuracy, np.isin(np.arange(len(population)), population.strangers)))
 
 
 def write_clients(population: Population, accuracy: np.ndarray | None, file: Path) -> None:
-    """Who holds what, and how well the model serves each; a run that is not finished has no accuracies yet."""
+    """The images of each client, and the model's accuracy for it; an unfinished run has no accuracies yet."""
     if accuracy is None:
         accuracy = np.full(len(population), np.nan)
     buffer = io.BytesIO()
@@ -147,7 +147,7 @@ def write_clients(population: Population, accuracy: np.ndarray | None, file: Pat
 def personal_summary(
     population: Population, clients: np.ndarray, accuracy: Mapping[str, np.ndarray], folder: Path
 ) -> dict[str, ClientSpread]:
-    """How well personal models serve their `clients`, by method, beside the global one. Details are in personal.npz."""
+    """Accuracies of personal models on their `clients`, by method, next to the global model's. Details are in personal.npz."""
     strangers = np.isin(clients, population.strangers)
     buffer = io.BytesIO()
     np.savez_compressed(
@@ -185,7 +185,7 @@ def sum_up(context: ServerContext, stages: Mapping[str, StageSummary]) -> dict[s
 
 
 def describe_privacy(context: ServerContext) -> dict[str, Any]:
-    """What the summary says of what the server learnt of single clients."""
+    """The privacy fields of the summary."""
     account, attack = context.account, context.population.settings.attack
     described: dict[str, Any] = {"aggregation": context.experiment.privacy.aggregation}
     if account is not None:

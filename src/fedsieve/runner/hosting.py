@@ -1,4 +1,4 @@
-"""Opening a site: from what its own operator says, and the experiment that a server sends, to something that answers."""
+"""Opens a node from its operator's settings and the experiment that a server sends."""
 
 import re
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ EXPERIMENT = "experiment.yaml"
 
 @dataclass(frozen=True)
 class Host:
-    """What the operator of a site says: which client it is, where its files are, and what it takes of its own."""
+    """Settings of a site's operator: its client number, its folder, and what it replaces by its own."""
 
     client: int
     folder: Path
@@ -57,7 +57,7 @@ class Host:
 
 
 def answer(envelope: bytes, host: Host) -> bytes:
-    """What the site of `host` answers. What it cannot do it says, so that the server knows why."""
+    """The answer of the node of `host`. A refusal names its reason for the server."""
     head: dict[str, Any] = {}
     folder = host.folder
     try:
@@ -82,7 +82,7 @@ def answer(envelope: bytes, host: Host) -> bytes:
 
 
 def _hello(head: dict[str, Any], host: Host, folder: Path) -> bytes:
-    """Whether this site fits the experiment of a server: package, experiment, label map and weights."""
+    """Check that this node matches the server's experiment: package, experiment, label map and weights."""
     if head.get("version") != fedsieve.__version__:
         raise FedsieveError(
             f"the site has fedsieve {fedsieve.__version__}, and the server has {head.get('version')}: install the same"
@@ -108,7 +108,7 @@ def _hello(head: dict[str, Any], host: Host, folder: Path) -> bytes:
 
 
 def _differences(mine: list[str], theirs: Any) -> str:
-    """How two label maps differ, in a few words."""
+    """The first difference between two label maps, in a few words."""
     theirs = list(map(str, theirs)) if isinstance(theirs, list) else []
     for number, (one, two) in enumerate(zip(mine, theirs, strict=False)):
         if one != two:
@@ -145,7 +145,7 @@ def _open(host: Host, folder: Path) -> Node:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What all sites of one process share: data, a model, its weights as every device has them, and their digest."""
+    """Shared by all nodes of one process: data, a model, its weights as every device has them, and their digest."""
 
     setup: Setup
     initial: dict[str, Tensor]

@@ -28,7 +28,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass
 class RunState:
-    """How far a run is. A checkpoint holds all of it."""
+    """The progress of a run. A checkpoint holds all of it."""
 
     ticks: int = 0  # steps of all stages: the number of the next checkpoint
     seconds: float = 0.0  # of all processes that worked on the run, up to the last checkpoint
@@ -160,12 +160,12 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a checkpoint."""
+        """True when it is time for a checkpoint."""
         return time.perf_counter() - self._clock >= self.settings.every_seconds
 
     @property
     def seconds(self) -> float:
-        """How long all processes worked on the run."""
+        """The seconds that all processes worked on the run."""
         return self.state.seconds + time.perf_counter() - self._clock
 
     def save(self) -> None:

@@ -13,8 +13,8 @@ from fedsieve.config import Experiment
 from fedsieve.errors import FedsieveError, did_you_mean
 from fedsieve.model.calling import Outputs, prepared
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
+from fedsieve.runner.run_cache import RunCache
 from fedsieve.runner.setup import Setup
-from fedsieve.runner.shared import Shared
 from fedsieve.train.feed import Examples, TensorFeed, tensor_feed
 from fedsieve.train.objectives import Metric, Recipe, checked
 
@@ -60,7 +60,7 @@ class Material:
             data_fingerprint=train.fingerprint,
             model=model,
             say=say,
-            shared=Shared(keep=False),
+            cache=RunCache(keep=False),
             recipe=checked(recipe, model, train, autocast),
             trains=chooser(self.trains, model),
         )

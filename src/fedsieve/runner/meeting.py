@@ -97,7 +97,7 @@ def check_place(experiment: Experiment, folder: Path, transport: Transport | Non
         raise FedsieveError(f"{folder}: the clients of this run are sites: `fedsieve flower {folder}` goes on with it")
 
 
-def meet_sites(
+def meet_nodes(
     context: ServerContext, setup: Setup, weights: str, folder: Path, transport: Transport
 ) -> tuple[Registry, ServerContext]:
     """Wait until all sites are here (of a run that has begun before, enough of them), each of which fits the experiment.
@@ -121,71 +121,70 @@ def meet_sites(
             "weights": weights,
         }
     )
-    sites = Registry(transport, run, len(people), greeting, context.say)
-    sites.images = images
+    registry = Registry(transport, run, len(people), greeting, context.say)
+    registry.images = images
     needed = settings.minimum_replies if begun else len(people)
     began = time.monotonic()
-    while len(here := sites.here()) < needed:
+    while len(here := registry.here()) < needed:
         if time.monotonic() - began > transport.wait:
             missing = [str(client) for client in range(len(people)) if client not in here]
-            why = "".join(f"\nnode {node}: {reason}" for node, reason in sites.refused.items())
+            why = "".join(f"\nnode {node}: {reason}" for node, reason in registry.refused.items())
             raise FedsieveError(
                 f"{len(here)} of {len(people)} sites are here after {transport.wait:g} s, and {needed} are needed. Missing: "
                 f"{', '.join(missing[:20])}{', ...' if missing[20:] else ''}{why}",
                 1,
             )
         time.sleep(PAUSE)
-    write_json(file, {"run": run, "images": sites.images})
+    write_json(file, {"run": run, "images": registry.images})
     if experiment.own_images:
-        offsets = np.cumsum([0, *(sites.images[client] for client in range(len(people)))])
+        offsets = np.cumsum([0, *(registry.images[client] for client in range(len(people)))])
         people = replace(people, shards=Shards(np.arange(offsets[-1]), offsets))
     # From here on nobody can look at training images that a server should not have.
-    return sites, replace(context, population=people, train=context.train.take(np.arange(0)))
+    return registry, replace(context, population=people, train=context.train.take(np.arange(0)))
 
 
 @dataclass
 class Tested:
-    """What sites found at the end: accuracies (K,) on test images of their own, accuracy and loss over all of these, and
-    their number; and by method the accuracies of personal models."""
+    """Results of the tests that nodes run at the end of a run."""
 
-    accuracy: np.ndarray = field(default_factory=lambda: np.empty(0))
-    found: dict[str, float] = field(default_factory=dict)
-    images: int = 0
-    personal: dict[str, np.ndarray] = field(default_factory=dict)
+    accuracy: np.ndarray = field(default_factory=lambda: np.empty(0))  # (K,), of each client on its own test images
+    metrics: dict[str, float] = field(default_factory=dict)  # accuracy and loss over all these images
+    images: int = 0  # their number
+    personal: dict[str, np.ndarray] = field(default_factory=dict)  # accuracies of personal models, by method
 
 
-def test_at_sites(
+def test_at_nodes(
     context: ServerContext, registry: Registry, stage: Stage, mask: Mask | None, chosen: np.ndarray
 ) -> Tested:
-    """Have sites measure the final model, and those `chosen` what they make of it for themselves."""
-    sites, people, number = RemoteClients(context, registry, stage.name, {}), context.population, stage.length - 1
+    """Have nodes measure the final model, and those `chosen` what they make of it for themselves."""
+    nodes, people, number = RemoteClients(context, registry, stage.name, {}), context.population, stage.length - 1
     own = context.experiment.own_images
     clients = list(range(len(people))) if own else chosen.tolist()
     if (changed := context.changed_weights()) is not None:
         places, values = changed
-        sites.tell(Parcel("context", number, places, EXACT, enclose=True), clients, values.float())
+        nodes.tell(Parcel("context", number, places, EXACT, enclose=True), clients, values.float())
     if mask is not None:
-        sites.tell(Parcel("mask", number, mask, enclose=True), chosen.tolist())
+        nodes.tell(Parcel("mask", number, mask, enclose=True), chosen.tolist())
     methods = people.settings.personal.methods if people.settings.personal else []
     known = np.isin(np.arange(len(people)), chosen)
     terms = {
         client: {"personal": bool(known[client]), "mask": mask and mask.id}
-        for client in sites.reached("test", clients, number)
+        for client in nodes.reached("test", clients, number)
     }
     tested = Tested(np.full(len(people), np.nan), personal={name: np.full(len(chosen), np.nan) for name in methods})
     total = torch.zeros(2, dtype=torch.float64)
-    for client, answer in sites.mailbox.ask("test", number, terms).items():
-        reply = sites.mailbox.take(Parcel("test", number, METRICS, FP64), client, answer, "cpu") if own else None
+    for client, answer in nodes.mailbox.ask("test", number, terms).items():
+        reply = nodes.mailbox.take(Parcel("test", number, METRICS, FP64), client, answer, "cpu") if own else None
         if isinstance(reply, Decoded):
             total, tested.images = total + reply.values, tested.images + reply.n
             tested.accuracy[client] = reply.values[1].item() / max(reply.n, 1)
         if not known[client]:
             continue
         parcel = Parcel("personal", number, personal_space(len(methods)), FP64)
-        reply = sites.mailbox.take(parcel, client, answer, "cpu")
+        reply = nodes.mailbox.take(parcel, client, answer, "cpu")
         if isinstance(reply, Decoded):
             for name, value in zip(methods, reply.values.tolist(), strict=True):
                 tested.personal[name][chosen == client] = value if value >= 0 else np.nan
     loss, right = (total / max(tested.images, 1)).tolist()
-    tested.found = {"test_accuracy": right, "test_loss": loss}
+    tested.metrics = {"test_accuracy": right, "test_loss": loss}
     return tested

@@ -1,4 +1,4 @@
-"""What an experiment would do, without doing it: images, weights, steps, bytes, memory."""
+"""The plan of an experiment, without running it: images, weights, steps, bytes, memory."""
 
 import contextlib
 import math
@@ -109,7 +109,7 @@ def plan(experiment: Experiment) -> list[tuple[str, str]]:
 
 
 def work(stage: Stage, people: People | None, images: float) -> tuple[str, int]:
-    """How long a stage is, in words and in steps; `images` are all, or those of one client."""
+    """The length of a stage in words and in steps; `images` are all, or those of one client."""
     steps = math.ceil(images / stage.batch_size)
     if stage.method == "ridge":
         return f"closed form, {f'one round with all {people.trainers:,} clients' if people else 'one pass'}", 0
@@ -121,7 +121,7 @@ def work(stage: Stage, people: People | None, images: float) -> tuple[str, int]:
 
 
 def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tuple[str, str]]:
-    """What a federated stage would send."""
+    """The bytes that a federated stage would send."""
     clients = sent.exchanges // stage.length
     most = "at most " if sent.at_most else ""
 
@@ -145,7 +145,7 @@ def bytes_lines(experiment: Experiment, stage: Stage, sent: Estimate) -> list[tu
 
 
 def trust_lines(experiment: Experiment, people: People, sigma: float) -> list[tuple[str, str]]:
-    """What protects clients, and the server from them."""
+    """The protection of clients, and of the server against them."""
     privacy, settings = experiment.privacy, experiment.federation
     assert settings is not None
     said = []
@@ -174,14 +174,14 @@ def trust_lines(experiment: Experiment, people: People, sigma: float) -> list[tu
 
 
 def beside_dense(sent: list[Estimate]) -> str:
-    """All bytes of a run, beside those of dense fp32 in the same rounds."""
+    """All bytes of a run, compared with dense fp32 in the same rounds."""
     total, dense = sum(part.total for part in sent), sum(part.dense_total for part in sent)
     most = "at most" if any(part.at_most for part in sent) else "about"
     return f"{most} {size(total)}, {100 * total / dense:.1f} % of dense fp32 ({size(dense)}); less where clients fail"
 
 
 def trains(model: nn.Module, space: ParamSpace, whole: int, sieve: Sieve | None) -> str:
-    """How many weights of a stage move."""
+    """The number of weights of a stage that move."""
     if sieve is None:
         return f"{space.size:,} weights, {100 * space.size / whole:.1f} % of all (density 1: no mask)"
     taking = int(taking_part(sieve, model, space).sum())

@@ -17,8 +17,8 @@ from fedsieve.model.build import Classifier, build_classifier, check_backbone, t
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import weights_file
 from fedsieve.runner.environment import choose_device
+from fedsieve.runner.run_cache import RunCache
 from fedsieve.runner.setup import chosen_executor
-from fedsieve.runner.shared import Shared
 from fedsieve.train.sieve import check_sieve
 
 # What decides how weights are scored, and not whether a mask of this size can be made.
@@ -26,9 +26,9 @@ SCORING = {"rule", "fisher", "calibration_rounds", "schedule", "alpha", "scale",
 STEP = 32  # pixels between the sizes that are tried where a network does not take the asked one
 
 
-def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.device:
+def preflight(experiment: Experiment, cache: RunCache | None = None) -> torch.device:
     """Refuse, before a weight or an image is loaded, what cannot run on this machine; gives the device."""
-    device, shared = choose_device(experiment.device), shared or Shared(keep=False)
+    device, cache = choose_device(experiment.device), cache or RunCache(keep=False)
     if experiment.clients_at_once and chosen_executor(experiment, device) == "sequential":
         raise FedsieveError(
             f"clients_at_once goes with executor: stacked, and on {device.type} auto is sequential: say executor: stacked"
@@ -40,13 +40,13 @@ def preflight(experiment: Experiment, shared: Shared | None = None) -> torch.dev
     if experiment.model.weights == "hub":
         hub.is_reachable()
     key = ("blank", experiment.model.model_dump_json(), experiment.data.size)
-    model = shared.once(key, lambda: blank_model(experiment, classes=2))
+    model = cache.once(key, lambda: blank_model(experiment, classes=2))
     for stage in experiment.stages:
         trainable_names(model, stage.train)
         if (sieve := experiment.mask_of(stage)) is not None:
             devices = experiment.federation.devices if experiment.federation else ()
             asked = (*key, str(stage.train), sieve.model_dump_json(exclude=SCORING), str(devices))
-            shared.once(asked, partial(_check_mask, sieve, devices, model, stage))
+            cache.once(asked, partial(_check_mask, sieve, devices, model, stage))
     personal = experiment.federation.personal if experiment.federation else None
     if personal and "norms" in personal.methods:
         norm_names(model)

@@ -20,8 +20,8 @@ from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
 from fedsieve.runner.environment import choose_device, make_autocast, set_deterministic
 from fedsieve.runner.progress import Display
+from fedsieve.runner.run_cache import RunCache
 from fedsieve.runner.setup import Setup, open_split
-from fedsieve.runner.shared import Shared
 from fedsieve.runner.stages import CentralStage
 from fedsieve.train.feed import Feed
 from fedsieve.train.sieve import check_sieve
@@ -43,15 +43,15 @@ def config_digest(experiment: Experiment) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def prepare(experiment: Experiment, display: Display, shared: Shared | None = None, server: bool = True) -> Setup:
-    """Load data and model, or take what earlier runs left in `shared`.
+def prepare(experiment: Experiment, display: Display, cache: RunCache | None = None, server: bool = True) -> Setup:
+    """Load data and model, or take what earlier runs left in `cache`.
 
     Where clients are sites with images of their own, as the `server` has them, or as a site does. `preflight` comes first.
     """
-    shared, device = shared or Shared(keep=False), choose_device(experiment.device)
+    cache, device = cache or RunCache(keep=False), choose_device(experiment.device)
     set_deterministic(experiment.deterministic)
     data = experiment.data
-    images = shared.images(data, "train", display.say)
+    images = cache.images(data, "train", display.say)
     if sites := server and experiment.own_images:  # who train on their own: what the server holds is for validation
         rows, held = np.arange(0), np.arange(len(images))
     else:
@@ -63,9 +63,9 @@ def prepare(experiment: Experiment, display: Display, shared: Shared | None = No
         chosen = "" if data.classes is None else " of data.classes"
         raise FedsieveError(f"data.val_fraction: {data.val_fraction:g} leaves no image{chosen} to train on")
     transform = make_transform(data, *statistics(data, images.images, train_rows))
-    store = shared.store(data, "train", images, device)
+    store = cache.store(data, "train", images, device)
     config = with_weights_file(experiment, display)
-    model = shared.classifier(config, len(class_names), data.size, experiment.seed)
+    model = cache.classifier(config, len(class_names), data.size, experiment.seed)
     for stage in experiment.stages:
         trainable_names(model, stage.train)
         if (sieve := experiment.mask_of(stage)) is not None:
@@ -76,12 +76,12 @@ def prepare(experiment: Experiment, display: Display, shared: Shared | None = No
         autocast=make_autocast(experiment, device),
         train=Feed(store, transform, train_rows, train_labels.to(device)),
         validation=Feed(store, transform, held_rows, held_labels.to(device)),
-        test=lambda: open_split(data, "test", class_names, transform, device, shared),
+        test=lambda: open_split(data, "test", class_names, transform, device, cache),
         class_names=class_names,
         data_fingerprint=images.fingerprint,
         model=model.to(device),
         say=display.say,
-        shared=shared,
+        cache=cache,
         transform=transform,
     )
 

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: bars in a terminal, one line per epoch anywhere else."""
+"""Progress of a run: bars in a terminal, one line per epoch anywhere else."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -75,7 +75,7 @@ class Display:
 
 
 def brief(record: Mapping[str, Any]) -> str:
-    """What is worth watching of an epoch or a round, in the few letters that a bar leaves."""
+    """The numbers of an epoch or a round that fit next to a bar."""
     measured = [name for name in ("val_accuracy", "client_val_accuracy", "test_accuracy") if name in record]
     words = [f"{name.removesuffix('_accuracy')[-3:]} {100 * record[name]:.1f} %" for name in measured[:1]]
     if not words and "train_loss" in record:

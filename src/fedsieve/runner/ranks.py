@@ -27,7 +27,7 @@ from fedsieve.runner.setup import Setup, chosen_executor
 
 
 def check_launch(experiment: Experiment, resumed: bool = False) -> None:
-    """Refuse an executor that does not go with how this process was started. What is resumed may go on in one process."""
+    """Refuse an executor that does not fit the way this process was started. A resumed run may continue in one process."""
     if experiment.executor == "distributed" and not launch.launched() and not resumed:
         raise FedsieveError(
             "executor: distributed runs on the processes that torchrun starts: `torchrun --nproc-per-node 2 -m fedsieve "
@@ -84,7 +84,7 @@ def _ignore_stops() -> None:
 
 @dataclass(frozen=True)
 class Prepare:
-    """What rank 0 says first: what every rank must have before it."""
+    """The first message of rank 0: the setup that every rank needs."""
 
     experiment: Experiment
     threads: int

@@ -26,14 +26,14 @@ from fedsieve.runner.claim import check_free, claimed, held
 from fedsieve.runner.environment import choose_device, describe_environment, device_name
 from fedsieve.runner.federated import CLIENTS, make_context, saved_context, sum_up, write_clients
 from fedsieve.runner.journal import Journal, restore_finished
-from fedsieve.runner.meeting import check_place, meet_sites
+from fedsieve.runner.meeting import check_place, meet_nodes
 from fedsieve.runner.model_files import read_experiment, save_model
 from fedsieve.runner.preflight import check_hub, preflight
 from fedsieve.runner.prepare import config_digest, prepare
 from fedsieve.runner.progress import Display
 from fedsieve.runner.ranks import check_launch, check_ranks, help_out, leading, share
+from fedsieve.runner.run_cache import RunCache
 from fedsieve.runner.setup import Setup
-from fedsieve.runner.shared import Shared
 from fedsieve.runner.stages import StageRun, Venue, Watch, begin_stage, count_weights
 from fedsieve.runner.testing import test_clients, test_stages, watcher, write_predictions
 from fedsieve.runner.tracking import make_trackers
@@ -48,13 +48,13 @@ def run(
     folder: str | Path,
     display: Display | None = None,
     page: bool = True,
-    shared: Shared | None = None,
+    cache: RunCache | None = None,
     transport: Transport | None = None,
 ) -> dict[str, Any]:
     """Run an experiment in a new folder and return its summary (also in summary.json).
 
     Without `page`, report.html is not drawn, which takes some seconds: `fedsieve report FOLDER` can do it later. Runs of
-    one process can pass on what they loaded in `shared`. With a `transport`, clients are nodes elsewhere. Under torchrun,
+    one process can pass on what they loaded in `cache`. With a `transport`, clients are nodes elsewhere. Under torchrun,
     ranks other than 0 help rank 0, and their process ends here when it does.
     """
     folder, display = Path(folder), display or Display.silent()
@@ -62,7 +62,7 @@ def run(
     if launch.rank():
         help_out(experiment)
     check_free(folder)
-    preflight(experiment, shared)
+    preflight(experiment, cache)
     check_hub(experiment)
     make_trackers(experiment.tracking)  # report a missing package now, not after the data was read
     with claimed(folder):
@@ -70,14 +70,14 @@ def run(
             write_atomic(folder / "config.yaml", to_yaml(experiment))
         except OSError as error:
             raise FedsieveError(f"--out: {folder} cannot be written: {error.strerror}") from None
-        return _execute(experiment, folder, display, page, shared, transport)
+        return _execute(experiment, folder, display, page, cache, transport)
 
 
 def resume(
     folder: str | Path,
     display: Display | None = None,
     page: bool = True,
-    shared: Shared | None = None,
+    cache: RunCache | None = None,
     transport: Transport | None = None,
 ) -> dict[str, Any]:
     """Continue a run from its newest intact checkpoint. A finished run is only shown again."""
@@ -99,9 +99,9 @@ def resume(
     threads = _read_json(folder / ENVIRONMENT).get("threads")
     if isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by thread, so the same weights need the same number
-    preflight(experiment, shared)
+    preflight(experiment, cache)
     with held(folder):
-        return _execute(experiment, folder, display, page, shared, transport)
+        return _execute(experiment, folder, display, page, cache, transport)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -156,13 +156,13 @@ def _execute(
     folder: Path,
     display: Display,
     page: bool,
-    shared: Shared | None,
+    cache: RunCache | None,
     transport: Transport | None,
 ) -> dict[str, Any]:
     check_place(experiment, folder, transport)
     with leading(experiment) as team, stop_signals() as signals, display:
         try:
-            runner = Runner(experiment, folder, display, shared or Shared(keep=False), team, transport)
+            runner = Runner(experiment, folder, display, cache or RunCache(keep=False), team, transport)
             summary = runner.run(signals)
             if page:
                 _write_page(folder)
@@ -200,7 +200,7 @@ class Runner:
         experiment: Experiment,
         folder: Path,
         display: Display,
-        shared: Shared,
+        cache: RunCache,
         team: Team | None = None,
         transport: Transport | None = None,
     ) -> None:
@@ -210,7 +210,7 @@ class Runner:
             torch.set_num_threads(experiment.threads)
         self._note_environment()
         self.journal = Journal(folder, experiment, display.say)
-        setup = prepare(experiment, display, shared)
+        setup = prepare(experiment, display, cache)
         self.initial = {name: tensor.cpu().clone() for name, tensor in setup.model.state_dict().items()}
         marks = {
             "config.yaml": config_digest(experiment),
@@ -243,7 +243,7 @@ class Runner:
         if team:
             share(team, replace(setup, train=context.train), marks)
         if transport is not None:
-            registry, context = meet_sites(context, setup, marks["model.weights"], self.folder, transport)
+            registry, context = meet_nodes(context, setup, marks["model.weights"], self.folder, transport)
         if not (self.folder / CLIENTS).exists():
             write_clients(context.population, None, self.folder / CLIENTS)
         return replace(setup, train=context.train), Venue(self.folder, context, registry)
@@ -344,7 +344,7 @@ class Runner:
                 described |= clients
                 if test is None:  # only nodes have images to test on
                     described["test_images"] = tested.images
-                    last.test_accuracy, last.test_loss = tested.found["test_accuracy"], tested.found["test_loss"]
+                    last.test_accuracy, last.test_loss = tested.metrics["test_accuracy"], tested.metrics["test_loss"]
         return Summary(
             name=experiment.name,
             seed=experiment.seed,

@@ -1,4 +1,4 @@
-"""What the stages of one experiment share: device, data, model, and features of a frozen backbone."""
+"""The setup that the stages of an experiment share: device, data, model, and features of a frozen backbone."""
 
 import hashlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from fedsieve.model.build import Classifier, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.weights import digest
 from fedsieve.runner.estimate import images_trained
-from fedsieve.runner.shared import Shared
+from fedsieve.runner.run_cache import RunCache
 from fedsieve.train.feed import Autocast, Examples, Feed, with_features
 from fedsieve.train.loop import EVALUATION_BATCH, evaluate
 from fedsieve.train.objectives import PLAIN, Recipe
@@ -32,7 +32,7 @@ FEATURES = 6  # sets that are kept: two splits of three backbones; those of trai
 
 @dataclass(frozen=True)
 class Setup:
-    """What the stages of one experiment share."""
+    """The setup that the stages of one experiment share."""
 
     experiment: Experiment
     device: torch.device
@@ -44,7 +44,7 @@ class Setup:
     data_fingerprint: str
     model: nn.Module
     say: Callable[[str], None]  # to the user, one line
-    shared: Shared
+    cache: RunCache
     transform: Transform | None = None  # None: inputs are a user's own
     recipe: Recipe = PLAIN
     people: Population | None = None  # clients that exist already; None: as the partition deals
@@ -79,7 +79,7 @@ class Setup:
 
 
 def chosen_executor(experiment: Experiment, device: torch.device) -> str:
-    """What trains a cohort, on every rank: sequential or stacked."""
+    """The executor of a cohort, on every rank: sequential or stacked."""
     if experiment.executor == "distributed":
         return "stacked" if device.type == "cuda" or experiment.clients_at_once else "sequential"
     if experiment.executor == "auto":
@@ -102,18 +102,18 @@ def open_split(
     class_names: list[str],
     transform: Transform,
     device: torch.device,
-    shared: Shared | None = None,
+    cache: RunCache | None = None,
 ) -> Feed:
     """A whole split as a feed; one that does not have the classes of the model is refused."""
-    shared = shared or Shared(keep=False)
-    images = shared.images(data, split)
+    cache = cache or RunCache(keep=False)
+    images = cache.images(data, split)
     rows, labels, names = keep_classes(images, np.arange(len(images)), data.classes)
     if names != class_names:
         raise FedsieveError(
             f"data.source: the classes of {data.source} ({split}) are not those of the model: "
             f"{_few(names)} instead of {_few(class_names)}"
         )
-    return Feed(shared.store(data, split, images, device), transform, rows, labels.to(device))
+    return Feed(cache.store(data, split, images, device), transform, rows, labels.to(device))
 
 
 def _few(names: list[str]) -> str:
@@ -141,7 +141,7 @@ def featured(setup: Setup, split: Split, *feeds: Feed) -> list[Feed]:
     network = setup.experiment.model.model_dump_json(include={"backbone", "options", "lora"}), digest(backbone)
     which = hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
     key = ("features", network, data, split, whole.transform, which, setup.device, precision)
-    made = setup.shared.once(
+    made = setup.cache.once(
         key, lambda: with_features(whole, backbone, EVALUATION_BATCH, setup.autocast).features, FEATURES
     )
     whole = replace(whole, features=made)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedsieve.config import Stage
 from fedsieve.errors import FedsieveError
@@ -18,7 +18,7 @@ from fedsieve.federation.local import LocalClients, local_channel, local_rounds
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.registry import Registry
 from fedsieve.federation.remote import RemoteClients
-from fedsieve.federation.ridge import RidgeHead, Solver, install
+from fedsieve.federation.ridge import Members, OnePlace, Solver, install
 from fedsieve.federation.server import Rounds
 from fedsieve.federation.state import ServerContext, ServerState
 from fedsieve.mask.mask import Mask
@@ -57,7 +57,7 @@ class StageRun(Protocol):
 
 @dataclass(frozen=True)
 class Venue:
-    """What stages need besides what they train: the run folder, and where clients are."""
+    """The place of a stage: the run folder, and where clients are."""
 
     folder: Path
     context: ServerContext | None = None  # None: training is central
@@ -69,7 +69,7 @@ def begin_stage(
 ) -> StageRun:
     """Start a stage, or continue it from `state`."""
     if stage.method == "ridge":
-        return CentralHead(setup, stage, watch) if venue.context is None else FederatedHead(setup, venue, stage, watch)
+        return HeadStage(setup, venue, stage, watch)
     if venue.context is None:
         assert not isinstance(state, ServerState)
         return CentralStage(setup, stage, state, watch, *stage_mask(setup, venue.folder, stage, state))
@@ -181,7 +181,7 @@ class CentralStage:
 
 
 def outcome(state: StageState | ServerState, space: ParamSpace) -> dict[str, Any]:
-    """What the summary says of every stage."""
+    """The fields of the summary that every stage has."""
     return {
         "val_accuracy": state.chosen.get("val_accuracy"),
         "val_loss": state.chosen.get("val_loss"),
@@ -195,57 +195,6 @@ def outcome(state: StageState | ServerState, space: ParamSpace) -> dict[str, Any
 def count_weights(model: nn.Module) -> int:
     """All weights of a model."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@dataclass(frozen=True, eq=False)
-class Everyone:
-    """All features and labels in one place."""
-
-    features: Tensor
-    labels: Tensor
-
-    def features_of(self, client: int) -> tuple[Tensor, Tensor]:
-        """All of them, whoever asks."""
-        return self.features, self.labels
-
-
-class CentralHead:
-    """A head in closed form where all images are in one place."""
-
-    def __init__(self, setup: Setup, stage: Stage, watch: Watch) -> None:
-        self.setup, self.stage, self.watch = setup, stage, watch
-        self.space = setup.space(stage)
-        self.state = ServerState(self.space.read(setup.model))
-
-    def ticks(self) -> Iterator[Tick]:
-        """The one step."""
-        clock, setup, state, space = time.perf_counter(), self.setup, self.state, self.space
-        train, validation = feature_feeds(setup)
-        assert train.features is not None
-        everyone = Everyone(train.features, train.labels)
-        classes, width = space.shapes[space.names.index("head.weight")]
-        solver = Solver(
-            self.stage.ridge,
-            width,
-            classes,
-            total=lambda ask: next(ask.parts(everyone, [0]))[1],
-            send=lambda _, values: values,
-        )
-        held = None if validation.features is None else (validation.features, validation.labels)
-        chosen = install(setup.classifier, space, state, solver.head(held))
-        record = Record(stage=self.stage.name, epoch=1)
-        record.note(**measure(predict(setup.classifier.head, train, setup.autocast), train.labels, "train"), **chosen)
-        record.note(**setup.validate(setup.classifier.head, validation), **self.watch())
-        state.chosen = record.starting_with("val_")
-        record.seconds = state.seconds = time.perf_counter() - clock
-        yield Tick(1, 1, record)
-
-    def summary(self) -> StageSummary:
-        """How the stage ended."""
-        return StageSummary(**outcome(self.state, self.space))
-
-    def close(self) -> None:
-        """Nothing to leave."""
 
 
 # --- across clients --------------------------------------------------------------------------------------------------
@@ -324,39 +273,50 @@ def with_stage(context: ServerContext, stage: Stage, space: ParamSpace) -> Serve
     return replace(context, recipe=recipe)
 
 
-class FederatedHead:
-    """A head in closed form from all clients, in one round."""
+class HeadStage:
+    """A head in closed form, where all images are or from sums over clients: one step."""
 
     def __init__(self, setup: Setup, venue: Venue, stage: Stage, watch: Watch = dict) -> None:
-        assert venue.context is not None
-        self.setup, self.stage, self.watch = setup, stage, watch
-        self.context, self.registry = venue.context, venue.registry
+        self.setup, self.venue, self.stage, self.watch = setup, venue, stage, watch
         self.space = setup.space(stage)
-        self.head = RidgeHead(
-            self.context, stage, self.space, lambda: feature_feeds(setup), self._connect, self._validate
-        )
-
-    @property
-    def state(self) -> ServerState:
-        """The server's state."""
-        return self.head.state
-
-    def _connect(self, train: Examples, state: ServerState) -> Clients:
-        name = self.stage.name
-        if self.registry is not None:
-            return RemoteClients(self.context, self.registry, name, state.memory)
-        return LocalClients(self.context, name, train, local_channel(self.context, name))
-
-    def _validate(self, validation: Examples) -> dict[str, float]:
-        return self.setup.validate(self.setup.classifier.head, validation) | self.watch()
+        self.state = ServerState(self.space.read(setup.model))
 
     def ticks(self) -> Iterator[Tick]:
-        """The one round."""
-        return self.head.rounds()
+        """The one step. At the end the model has the head."""
+        clock, setup, state, space = time.perf_counter(), self.setup, self.state, self.space
+        train, validation = feature_feeds(setup)
+        classes, width = space.shapes[space.names.index("head.weight")]
+        place = self._place(train)
+        solver = Solver(self.stage.ridge, width, classes, place.total, place.send)
+        held = None if validation.features is None else (validation.features, validation.labels)
+        chosen = install(setup.classifier, space, state, solver.head(held))
+        record = Record(stage=self.stage.name)
+        record.note(**chosen)
+        place.note(record, state)
+        if len(train):
+            record.note(**measure(predict(setup.classifier.head, train, setup.autocast), train.labels, "train"))
+        record.note(**setup.validate(setup.classifier.head, validation), **self.watch())
+        state.chosen = record.starting_with("val_")
+        record.seconds = state.seconds = time.perf_counter() - clock
+        yield Tick(1, 1, record)
+
+    def _place(self, train: Examples) -> OnePlace | Members:
+        name, context = self.stage.name, self.venue.context
+        if context is None:
+            assert train.features is not None
+            return OnePlace(train.features, train.labels)
+        clients: Clients
+        if self.venue.registry is not None:
+            clients = RemoteClients(context, self.venue.registry, name, self.state.memory)
+        else:
+            clients = LocalClients(context, name, train, local_channel(context, name))
+        return Members(context, clients, name, self.space)
 
     def summary(self) -> StageSummary:
         """How the stage ended."""
-        return federated_summary(self.setup, self.context, self.stage, self.state)
+        if self.venue.context is None:
+            return StageSummary(**outcome(self.state, self.space))
+        return federated_summary(self.setup, self.venue.context, self.stage, self.state)
 
     def close(self) -> None:
         """Nothing to leave."""

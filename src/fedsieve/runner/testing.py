@@ -26,7 +26,7 @@ from fedsieve.report.summary import StageSummary
 from fedsieve.runner.environment import choose_device, make_autocast
 from fedsieve.runner.federated import CLIENTS, client_summary, personal_summary
 from fedsieve.runner.journal import RunState
-from fedsieve.runner.meeting import Tested, test_at_sites
+from fedsieve.runner.meeting import Tested, test_at_nodes
 from fedsieve.runner.model_files import load_model
 from fedsieve.runner.setup import Setup, featured, open_split
 from fedsieve.runner.stages import Venue, Watch
@@ -85,7 +85,7 @@ def test_stages(setup: Setup, state: RunState, test: Examples | None) -> tuple[d
 def test_clients(
     setup: Setup, venue: Venue, final: Tensor, correct: np.ndarray | None, test: Examples | None
 ) -> tuple[dict[str, Any], Tested]:
-    """How the final model, and personal ones, serve clients, and what sites found on images of their own.
+    """Test the final model and personal ones on clients; nodes test on their own images.
 
     `final` has the bits of the last stage's mask, and `correct` (T,) what the model got right of `test`.
     """
@@ -98,7 +98,7 @@ def test_clients(
     chosen = chosen_clients(people, personal.clients) if personal else np.arange(0)
     tested, models = Tested(), dict[str, np.ndarray]()
     if venue.registry and (own or personal):
-        tested = test_at_sites(context, venue.registry, stage, mask, chosen)
+        tested = test_at_nodes(context, venue.registry, stage, mask, chosen)
         accuracy, models = tested.accuracy, tested.personal
     if not own:
         assert correct is not None and test is not None

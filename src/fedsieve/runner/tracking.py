@@ -53,12 +53,15 @@ def make_trackers(words: Iterable[TrackerChoice]) -> list[Tracker]:
 class TensorBoardTracker:
     """Event files in `tensorboard/`, written afresh from the history when a run resumes."""
 
+    def __init__(self) -> None:
+        self.step = 0  # the last one that was shown
+        self.writer: Any = None  # of event files
+
     def start(self, folder: Path, experiment: Experiment, history: list[Record]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         for old in (folder / "tensorboard").glob("events.out.tfevents.*"):
             old.unlink()
-        self.step = 0
         self.writer = SummaryWriter(str(folder / "tensorboard"))
         self.writer.add_text("experiment", f"```yaml\n{to_yaml(experiment)}```")
         for record in history:
@@ -81,6 +84,10 @@ class TensorBoardTracker:
 
 class WandbTracker:
     """One W&B run per run folder; offline, for a later `wandb sync`, unless WANDB_MODE or an API key says otherwise."""
+
+    def __init__(self) -> None:
+        self.run: Any = None  # W&B's
+        self.first = 0  # the first step that W&B takes
 
     def start(self, folder: Path, experiment: Experiment, history: list[Record]) -> None:
         import wandb
@@ -120,6 +127,12 @@ class WandbTracker:
 class MLflowTracker:
     """One MLflow run per run folder, at MLFLOW_TRACKING_URI or in files under `mlflow/`."""
 
+    def __init__(self) -> None:
+        self.client: Any = None  # MLflow's
+        self.run_id = ""
+        self.sent = set[tuple[str, int]]()  # points that MLflow has: the name of a metric, and a step
+        self.step = 0  # the last one that was sent
+
     def start(self, folder: Path, experiment: Experiment, history: list[Record]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         # A database needs packages that mlflow-skinny leaves out; files need MLflow's leave.
@@ -145,7 +158,6 @@ class MLflowTracker:
             for name in run.data.metrics
             for point in self.client.get_metric_history(self.run_id, name)
         }
-        self.step = 0
         self._send((record["index"], _scalars(record)) for record in history)
 
     def log(self, record: Record) -> None:
@@ -183,7 +195,7 @@ class MLflowTracker:
 
 
 class _Guarded:
-    """A tracker whose first failure is told in one line and is its last."""
+    """Switches a tracker off after its first failure, with one line of warning."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name

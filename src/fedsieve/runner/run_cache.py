@@ -1,4 +1,4 @@
-"""What the runs of one process take over from one another, so that a grid of them pays for its start once.
+"""A cache that the runs of one process share, so that a grid of them loads images and networks once.
 
 Compiled steps are not here: torch.compile itself knows networks of the same shape again.
 """
@@ -22,7 +22,7 @@ PIXELS = {"source", "subset", "revision", "image_column", "label_column", "train
 PIXELS |= {"size", "cache", "class_names"}
 
 
-class Shared:
+class RunCache:
     """Decoded images, images on the device, networks as they start, features of frozen backbones.
 
     Results do not depend on it: what is kept is what a run alone would make. A run alone keeps nothing.
@@ -33,7 +33,10 @@ class Shared:
         self._kept: dict[tuple[Hashable, ...], Any] = {}
 
     def once(self, key: tuple[Hashable, ...], make: Callable[[], T], most: int | None = None) -> T:
-        """What `make` gave the first time it was asked for under this key; of keys that begin alike, at `most` so many last."""
+        """Give what `make` first made for this key.
+
+        Keeps at most `most` entries per prefix; the least recently used go first.
+        """
         if not self.keep:
             return make()
         found = self._kept.pop(key) if key in self._kept else make()
