@@ -26,7 +26,8 @@ sys.meta_path.insert(0, Watch())
 STARTS = {
     "the apps": "import fedsieve.flower.app",
     "the simulation": "import fedsieve.flower.simulation",
-    "the command": "from fedsieve.cli import main; main(['flower', 'config.yaml', '--app', 'app'])",
+    "the command": "from fedsieve.cli import main; main(['flower', 'config.yaml'])",
+    "a site": "import fedsieve.flower.driver",
     "the peer of a benchmark": "from benchmarks.peers import missing; missing('flower')",
     "the secure sum of a benchmark": "from benchmarks.secagg import _flower; _flower({}, {}, 1, {})",
 }
