@@ -38,6 +38,7 @@ def init_server(folder: Path, address: str, listen: str | None, inside: int | No
     for part in (proxy, inner):
         part.mkdir(mode=0o700)
         write_atomic(part / "ca.crt", public)
+    (proxy / "temporary").mkdir(mode=0o700)
     write_key(folder / "ca.key", authority.key)
     write_atomic(folder / "ca.crt", public)
     authority.issue(proxy, host)

@@ -16,6 +16,7 @@ from fedsieve.flower.keys import fingerprint, new_site_key
 from fedsieve.flower.warm import IDLE
 
 SETTINGS_FILE = "site.yaml"
+WRITTEN = ("files", "waiting")  # all that `fedsieve node run` writes to
 
 
 class SiteSettings(Strict):
@@ -39,6 +40,8 @@ def init_site(folder: Path, settings: SiteSettings, authority: Path) -> str:
     if settings.data is not None and not Path(settings.data).exists():
         raise FedsieveError(f"--data: {settings.data} is not there")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in WRITTEN:
+        (folder / name).mkdir()
     new_site_key(folder)
     shutil.copyfile(authority, folder / "ca.crt")
     write_atomic(folder / SETTINGS_FILE, yaml.safe_dump(settings.model_dump(exclude_none=True), sort_keys=False))
