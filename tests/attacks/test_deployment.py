@@ -25,6 +25,7 @@ from flwr.proto import control_pb2, fleet_pb2, runtime_pb2
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.superlink.main import create_app
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
@@ -71,7 +72,8 @@ pathlib.Path({mark!r}).joinpath("imported-" + str(__import__("os").getpid())).to
 from flwr.app import Message, RecordDict, ConfigRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 @client.query()
 def ask(message, context):
     return Message(RecordDict({{"loot": ConfigRecord({{"images": str(context.node_config)}})}}), reply_to=message)
@@ -154,7 +156,7 @@ class Arrangement(Processes):
         self, path: str, body: bytes = b"", inside: bool = False, method: str = "POST", extra: str = ""
     ) -> tuple[int, bytes]:
         """Send a request for this path, exactly as it is written."""
-        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/x-protobuf\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: {PROTOBUF_MEDIA_TYPE}\r\n"
         return self.send(f"{head}{extra}Content-Length: {len(body)}\r\n\r\n".encode("latin-1") + body, inside)
 
     def refused(self, path: str, **how) -> bool:

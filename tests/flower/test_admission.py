@@ -14,6 +14,7 @@ from fedsieve.config import to_yaml
 from fedsieve.errors import FedsieveError
 from fedsieve.flower.admission import LARGEST, MANIFEST, PROJECT, WAITING, Accepted, Refused, experiment_of
 from fedsieve.flower.project import app_content
+from fedsieve.flower.site import Policy
 from fedsieve.runner.hosting import Host, answer
 from fedsieve.runner.identity import experiment_digest
 from fedsieve.wire.envelope import unwrap, wrap
@@ -23,8 +24,13 @@ SITES = "federation={clients: 2, cohort: 2}"
 
 
 @pytest.fixture
-def text(tiny):
-    return to_yaml(tiny(SITES, "stages=[{name: all, rounds: 1}]"))
+def experiment(tiny):
+    return tiny(SITES, "stages=[{name: all, rounds: 1}]")
+
+
+@pytest.fixture
+def text(experiment):
+    return to_yaml(experiment)
 
 
 @pytest.fixture
@@ -124,13 +130,13 @@ def test_a_damaged_bundle_is_refused_or_says_the_same(text, content, data):
         assert refusal.code == "bundle"
 
 
-def test_nothing_is_accepted_until_somebody_accepts_it_and_withdrawing_holds_at_once(tmp_path, text):
-    accepted = Accepted(tmp_path)
+def test_nothing_is_accepted_until_somebody_accepts_it_and_withdrawing_holds_at_once(tmp_path, experiment, text):
+    accepted = Accepted(tmp_path, Policy())
     with pytest.raises(Refused, match="fedsieve node review") as refusal:
         accepted.check(text)
     assert refusal.value.code == "experiment"
     assert [file.read_text() for file in (tmp_path / "waiting").iterdir()] == [text]
-    file = accepted.add(text)
+    file = accepted.add(experiment)
     assert accepted.check(text) == file.stem and not list((tmp_path / "waiting").iterdir())
     with pytest.raises(Refused):
         accepted.check(text + "\n")
@@ -142,17 +148,18 @@ def test_nothing_is_accepted_until_somebody_accepts_it_and_withdrawing_holds_at_
 def test_a_server_cannot_fill_a_sites_disk_with_experiments(tmp_path):
     for number in range(3 * WAITING):
         with pytest.raises(Refused):
-            Accepted(tmp_path).check(f"name: x{number}")
+            Accepted(tmp_path, Policy()).check(f"name: x{number}")
     with pytest.raises(Refused):
-        Accepted(tmp_path / "large").check("x" * (LARGEST + 1))
+        Accepted(tmp_path / "large", Policy()).check("x" * (LARGEST + 1))
     assert len(list((tmp_path / "waiting").iterdir())) == WAITING and not (tmp_path / "large" / "waiting").exists()
 
 
-def test_an_experiment_is_accepted_under_the_installed_version_only(tmp_path, text, monkeypatch):
-    Accepted(tmp_path).add(text)
+def test_an_experiment_is_accepted_under_the_installed_version_only(tmp_path, experiment, text, monkeypatch):
+    accepted = Accepted(tmp_path, Policy())
+    accepted.add(experiment)
     monkeypatch.setattr(fedsieve, "__version__", "9.9.9")
     with pytest.raises(Refused):
-        Accepted(tmp_path).check(text)
+        accepted.check(text)
 
 
 def test_a_question_about_another_experiment_than_the_bundles_is_refused(tmp_path, text):
@@ -170,3 +177,53 @@ def test_a_question_about_another_experiment_than_the_bundles_is_refused(tmp_pat
 
 def test_a_refusal_is_an_error_that_the_command_line_knows(text):
     assert isinstance(Refused("bundle", text), FedsieveError)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "objection"),
+    [
+        (Policy(require="secagg"), (), "policy.require here is secagg"),
+        (Policy(require="secagg", cohort=3), ("privacy.aggregation=secagg", "message.up=fp32"), None),
+        (Policy(cohort=4), (), "policy.cohort here is 4"),
+        (Policy(cohort=2), ("federation.cohort=1",), "policy.cohort here is 2"),
+        (Policy(cohort=3), (), None),
+    ],
+)
+def test_an_experiment_against_the_policy_cannot_be_accepted_and_is_refused_if_it_was(
+    tmp_path, tiny, policy, changes, objection
+):
+    made = tiny("federation={clients: 3, cohort: 3}", "stages=[{name: all, rounds: 1}]", *changes)
+    Accepted(tmp_path, Policy()).add(made)  # before the policy was as it is
+    strict = Accepted(tmp_path, policy)
+    if objection is None:
+        assert strict.add(made).stem == strict.check(to_yaml(made))
+        return
+    with pytest.raises(FedsieveError, match=objection):
+        strict.add(made)
+    with pytest.raises(Refused, match=objection) as refusal:
+        strict.check(to_yaml(made))
+    assert refusal.value.code == "policy"
+
+
+@pytest.mark.parametrize(("policy", "sends"), [(Policy(bytes=250), 2), (Policy(rounds=3), 3), (Policy(), 5)])
+def test_no_more_leaves_a_site_than_its_policy_allows_in_all_runs_together(tmp_path, policy, sends):
+    sent = 0
+    for _ in range(5):  # each with a memory of its own, as after a restart
+        try:
+            Accepted(tmp_path, policy).spend("ab", "train", 100)
+        except Refused as refusal:
+            assert refusal.code == "limit"
+        else:
+            sent += 1
+    assert sent == sends
+    Accepted(tmp_path, Policy(rounds=1)).spend("cd", "metrics", 100)
+
+
+def test_weights_cache_and_device_never_come_from_the_server(tmp_path, tiny):
+    made = tiny(
+        SITES, "stages=[{name: all, rounds: 1}]", "device=cuda:3", "model.weights=/srv/secret.pth", "data.cache=/srv"
+    )
+    own = Host(0, tmp_path, weights="mine.pth", device="auto", accepted="0").own(made)
+    assert (own.device, own.model.weights, own.data.cache) == ("auto", "mine.pth", None)
+    with pytest.raises(FedsieveError, match="weights in site.yaml"):
+        Host(0, tmp_path, device="auto", accepted="0").own(made)

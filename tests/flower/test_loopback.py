@@ -26,11 +26,12 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedsieve[f
 
 from rich.console import Console
 
-from fedsieve.config import parse_config, to_yaml
+from fedsieve.config import parse_config
 from fedsieve.flower import DEADLINE, warm
 from fedsieve.flower.admission import Accepted
 from fedsieve.flower.project import write_app
 from fedsieve.flower.simulation import simulate
+from fedsieve.flower.site import Policy
 from fedsieve.model.weights import FINAL
 from fedsieve.runner.checkpoint import list_checkpoints
 from fedsieve.runner.prepare import asset
@@ -86,7 +87,7 @@ class Federation(Processes):
         """Run an experiment on the SuperLink, with all sites; gives the folder that its files will be in."""
         self.gather()
         for site in SITES:
-            Accepted(self.folder / site).add(to_yaml(experiment))
+            Accepted(self.folder / site, Policy()).add(experiment)
         folder = self.folder / name
         write_app(experiment, self.folder / f"app-{name}", str(folder), deadline)
         self.flwr(f"run app-{name} server")

@@ -159,5 +159,19 @@ def node_accept(folder: SiteFolder, config: ConfigFile, overrides: Overrides = N
     from fedsieve.flower.admission import Accepted
     from fedsieve.flower.site import read_site
 
+    accepted = Accepted(folder, read_site(folder).policy)
+    _say(f"accepted: {accepted.add(load_config(config, overrides or []))}")
+
+
+@node_app.command("verify")
+def node_verify(folder: SiteFolder) -> None:
+    """Check the logs of what left this site: that no line was changed, added or taken out."""
+    from fedsieve.federation.sent import LOG, verify
+    from fedsieve.flower.site import read_site
+
     read_site(folder)
-    _say(f"accepted: {Accepted(folder).add(to_yaml(load_config(config, overrides or [])))}")
+    if not (logs := sorted((folder / "files").glob(f"*/{LOG}"))):
+        _say("nothing has left this site yet")
+    for log in logs:
+        lines, newest = verify(log)
+        _say(f"{log}: {lines:,} lines, whole. Newest digest: {newest}")

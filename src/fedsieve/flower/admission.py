@@ -6,6 +6,7 @@ only shows which experiment the questions are about. So a bundle must be exactly
 
 import hashlib
 import io
+import json
 import re
 import tomllib
 import zipfile
@@ -14,9 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedsieve.config import Experiment, parse_config, to_yaml
 from fedsieve.errors import FedsieveError
-from fedsieve.files import write_atomic
+from fedsieve.files import write_atomic, write_json
 from fedsieve.flower.project import app_content
+from fedsieve.flower.site import Policy
 from fedsieve.runner.identity import experiment_digest
 
 PROJECT, MANIFEST = "pyproject.toml", ".info/CONTENT"
@@ -89,11 +92,15 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
 class Accepted:
     """The experiments that a site takes part in: files that it holds, named by their digests. Without one, it takes part in none."""
 
-    def __init__(self, folder: Path) -> None:
-        self.accepted, self.waiting = folder / "accepted", folder / "waiting"
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self.accepted, self.waiting, self.spent = folder / "accepted", folder / "waiting", folder / "files" / "spent"
+        self.policy = policy
 
-    def add(self, text: str) -> Path:
-        """Accept an experiment."""
+    def add(self, experiment: Experiment) -> Path:
+        """Accept an experiment, if the policy allows it."""
+        if objection := self.policy.objection(experiment):
+            raise FedsieveError(f"{experiment.name} is against this site's policy: {objection}")
+        text = to_yaml(experiment)
         file = self.accepted / f"{experiment_digest(text)}.yaml"
         write_atomic(file, text)
         (self.waiting / file.name).unlink(missing_ok=True)
@@ -103,6 +110,8 @@ class Accepted:
         """The digest of an experiment that is accepted. Any other is kept for review, and refused."""
         digest = experiment_digest(text)
         if (self.accepted / f"{digest}.yaml").is_file():
+            if objection := self.policy.objection(parse_config(text)):  # the policy may be newer than the acceptance
+                raise Refused("policy", objection)
             return digest
         file = self.waiting / f"{digest}.yaml"
         if not file.exists() and len(list(self.waiting.glob("*.yaml"))) < WAITING and len(text) <= LARGEST:
@@ -110,3 +119,14 @@ class Accepted:
         raise Refused(
             "experiment", f"nobody here has accepted it. `fedsieve node review {self.waiting.parent} {file}` shows it"
         )
+
+    def spend(self, digest: str, ask: str, size: int) -> None:
+        """Take an answer to the question `ask` off what the policy allows an experiment. Written down before it is sent."""
+        file = self.spent / f"{digest}.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        spent = {"bytes": before.get("bytes", 0) + size, "rounds": before.get("rounds", 0) + (ask == "train")}
+        for what, amount in spent.items():
+            limit = getattr(self.policy, what)
+            if limit is not None and amount > limit:
+                raise Refused("limit", f"{amount:,} {what} for this experiment, and policy.{what} here is {limit:,}")
+        write_json(file, spent)

@@ -44,6 +44,7 @@ from fedsieve.flower.grid import REFUSED, from_record, to_record
 from fedsieve.flower.keys import read_site_key
 from fedsieve.flower.site import SiteSettings, read_site
 from fedsieve.flower.warm import answer_warm
+from fedsieve.wire.envelope import unwrap
 
 POLL = 1.0  # seconds from one look for messages to the next
 LONGEST_PAUSE = 20  # seconds from one try to reach the server to the next
@@ -190,7 +191,8 @@ class SiteProcess:
 
     def __init__(self, folder: Path, link: Link, say: Say) -> None:
         self.folder, self.link, self.say = folder, link, say
-        self.settings, self.accepted = read_site(folder), Accepted(folder)
+        self.settings = read_site(folder)
+        self.accepted = Accepted(folder, self.settings.policy)
         self.experiment = lru_cache(maxsize=16)(link.experiment)  # of the newest runs
 
     def next(self) -> bool:
@@ -225,8 +227,12 @@ class SiteProcess:
 
     def _answer(self, envelope: bytes, digest: str, seconds: float) -> bytes:
         own = self.settings.model_dump(include={"client", "data", "weights", "device"}, exclude_none=True)
+        own.setdefault("device", "auto")  # never the server's choice
         place = own | {"folder": str((self.folder / "files").absolute()), "accepted": digest}
-        return answer_warm(envelope, place, seconds, self.settings.idle)
+        question, _ = unwrap(envelope)
+        answer = answer_warm(envelope, place, seconds, self.settings.idle)
+        self.accepted.spend(digest, str(question.get("ask")), len(answer))
+        return answer
 
 
 def run_site(folder: Path, say: Say) -> NoReturn:

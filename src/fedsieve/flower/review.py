@@ -24,6 +24,11 @@ def review(experiment: Experiment, site: SiteSettings, digest: str) -> str:
     lines += [f"- {line}" for line in _protections(experiment)]
     lines += ["", "What is read here:"]
     lines += [f"- {line}" for line in _reading(experiment, site)]
+    objection = site.policy.objection(experiment)
+    lines += ["", f"Against this site's policy: {objection}." if objection else "This site's policy allows it."]
+    lines += [
+        f"{what} in all: at most {limit:,}" for what in ("rounds", "bytes") if (limit := getattr(site.policy, what))
+    ]
     return "\n".join(lines)
 
 

@@ -2,12 +2,12 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError
 
-from fedsieve.config import Strict, parse_yaml, read_config
+from fedsieve.config import Experiment, Positive, Strict, parse_yaml, read_config
 from fedsieve.config.strict import Count, Rate, setting
 from fedsieve.errors import FedsieveError
 from fedsieve.files import write_atomic
@@ -19,6 +19,27 @@ SETTINGS_FILE = "site.yaml"
 WRITTEN = ("files", "waiting")  # all that `fedsieve node run` writes to
 
 
+class Policy(Strict):
+    """What a site asks of every experiment, beyond that a person there has accepted it. The site itself enforces it."""
+
+    require: Literal["nothing", "secagg"] = setting("nothing", "secagg: the server may learn sums only")
+    cohort: Positive = setting(1, "the smallest number of clients in a round")
+    rounds: Positive | None = setting(None, "how often the site trains for one experiment, in all its runs together")
+    bytes: Positive | None = setting(None, "how much leaves the site for one experiment, in all its runs together")
+
+    def objection(self, experiment: Experiment) -> str | None:
+        """Why this site cannot take part in an experiment, in words."""
+        federation = experiment.federation
+        if federation is None:
+            return "it is central, and no site takes part in it"
+        if self.require == "secagg" and experiment.privacy.aggregation != "secagg":
+            return f"privacy.aggregation is {experiment.privacy.aggregation}, and policy.require here is secagg"
+        size = federation.cohort_size(federation.clients) if federation.clients else 0
+        if size < self.cohort and self.cohort > 1:
+            return f"a round has {size or 'an unknown number of'} clients, and policy.cohort here is {self.cohort}"
+        return None
+
+
 class SiteSettings(Strict):
     """What the operator of a site says. Nothing of it ever comes from a server."""
 
@@ -28,6 +49,7 @@ class SiteSettings(Strict):
     weights: str | None = setting(None, "where the pretrained weights are here, instead of model.weights")
     device: str | None = setting(None, "cpu, cuda or cuda:N; default: what is there")
     idle: Rate = setting(IDLE, "seconds after which the process that trains gives its memory back")
+    policy: Policy = Policy()
 
 
 def init_site(folder: Path, settings: SiteSettings, authority: Path) -> str:
@@ -44,7 +66,10 @@ def init_site(folder: Path, settings: SiteSettings, authority: Path) -> str:
         (folder / name).mkdir()
     new_site_key(folder)
     shutil.copyfile(authority, folder / "ca.crt")
-    write_atomic(folder / SETTINGS_FILE, yaml.safe_dump(settings.model_dump(exclude_none=True), sort_keys=False))
+    write_atomic(
+        folder / SETTINGS_FILE,
+        yaml.safe_dump(settings.model_dump(exclude_none=True, exclude_defaults=True), sort_keys=False),
+    )
     return fingerprint(folder / "ca.crt")
 
 

@@ -15,8 +15,9 @@ from fedsieve.config import Experiment, load_config, parse_config
 from fedsieve.data.partitions import Shards, class_counts
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.memory import ClientMemory
-from fedsieve.federation.node import Node, note, problem
+from fedsieve.federation.node import Node, problem
 from fedsieve.federation.population import Population
+from fedsieve.federation.sent import note
 from fedsieve.federation.state import Context
 from fedsieve.files import write_atomic
 from fedsieve.model.weights import digest
@@ -53,6 +54,12 @@ class Host:
             data = data.model_copy(update={"source": self.data, "val_fraction": 0.0})
         if self.weights is not None:
             model = model.model_copy(update={"weights": self.weights})
+        if self.accepted is not None:
+            data = data.model_copy(update={"cache": None})
+            if self.weights is None and model.weights not in ("hub", "none", "digits"):
+                raise FedsieveError(
+                    f"model.weights is {model.weights}, a file of the server's: name this site's own (weights in site.yaml)"
+                )
         own: dict[str, Any] = {"data": data, "model": model, "device": self.device or experiment.device}
         return experiment.model_copy(update=own | {"tracking": []})
 
