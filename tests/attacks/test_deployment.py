@@ -287,6 +287,13 @@ def test_headers_and_smuggled_requests_do_not_change_the_path(there):
         assert b"200 OK" not in answer
 
 
+def test_the_largest_bundles_and_arrays_fit_and_no_more(there):
+    status, _ = there.post("/v1/fleet/push-object", bytes(12_000_000))
+    assert status == 401  # the SuperLink's own answer to somebody without a key
+    head = "POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 17000000\r\n\r\n"
+    assert there.send(head.encode())[0] == 413
+
+
 def test_an_attacker_with_flowers_own_tools_gets_nothing(there):
     """List, register, remove, run, read logs: as `flwr` does it, with the address and ca.crt."""
     home, app = there.folder / "attacker", there.folder / "attacker-app"

@@ -9,6 +9,7 @@ import yaml
 
 from fedsieve.cli import main
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.sent import note
 from fedsieve.flower import QUIET
 from fedsieve.flower.deployment import init_server, proxy_configuration, split_address
 from fedsieve.flower.keys import read_site_key
@@ -89,3 +90,17 @@ def test_no_service_calls_home_or_writes_more_than_it_must():
         for service in yaml.safe_load(file.read_text())["services"].values():
             assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["user"] == "10001:10001"
     assert yaml.safe_load((DEPLOY / "node.compose.yaml").read_text())["services"]["node"]["volumes"][-1].endswith(":ro")
+
+
+def test_a_site_verifies_what_left_it(site, capsys):
+    def verify() -> int:
+        with pytest.raises(SystemExit) as end:
+            main(["node", "verify", str(site)])
+        return end.value.code
+
+    assert verify() == 0 and "nothing has left" in capsys.readouterr().out
+    note(site / "files" / "abcd", {"run": "abcd", "ask": "train", "round": 0}, [{"what": "update", "bytes": 5}], 9)
+    assert verify() == 0 and "2 lines, whole" in capsys.readouterr().out
+    log = site / "files" / "abcd" / "sent.jsonl"
+    log.write_text(log.read_text().replace('"bytes": 5', '"bytes": 4'))
+    assert verify() == 1 and "sent.jsonl, line 1" in capsys.readouterr().err

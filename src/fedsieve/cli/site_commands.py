@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedsieve.cli.root import ConfigFile, Out, Overrides, app, console
+from fedsieve.cli.root import ConfigFile, Out, Overrides, app, console, need_flower
 from fedsieve.config import load_config, to_yaml
 from fedsieve.errors import FedsieveError
 
@@ -103,8 +103,14 @@ def deploy_run(
     _say(f"{submit(folder, experiment, place, deadline)}\nrun folder: {place}")
 
 
+@deploy_app.callback()
+def deploy() -> None:
+    need_flower("deploy", "flwr")
+
+
 @node_app.callback()
 def node(context: typer.Context) -> None:
+    need_flower("node", "flwr")
     if context.invoked_subcommand is None:
         node_run(Path())
 

@@ -1,7 +1,7 @@
 """Which bundles a site accepts. It decides on the bytes of a bundle: nothing in it is unpacked, imported or run.
 
 A site never runs a bundle at all. It answers the questions of an experiment that a person there has accepted, and a bundle
-only shows which experiment the questions are about. So a bundle must be exactly what `fedsieve flower --app` makes here.
+only shows which experiment the questions are about. So a bundle must be exactly what `fedsieve deploy run` would make here.
 """
 
 import hashlib

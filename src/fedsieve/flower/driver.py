@@ -57,10 +57,18 @@ class RunEnded(FedsieveError):
     """The server has no use for a message any more."""
 
 
+class FleetClient(FleetHttpClient):
+    """Flower's client of its Fleet API, which goes nowhere but to the server."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._client.follow_redirects = False
+
+
 class Link:
     """A site's connection to the server: the requests of Flower's Fleet API that it needs."""
 
-    def __init__(self, client: FleetHttpClient, node: int) -> None:
+    def __init__(self, client: FleetClient, node: int) -> None:
         self.client, self.node = client, NodeNumber(node_id=node)
 
     def receive(self) -> tuple[Message, ObjectTree] | None:
@@ -152,7 +160,7 @@ def connected(folder: Path, settings: SiteSettings, say: Say) -> Iterator[Link]:
     """A connection under this site's key, kept alive by heartbeats."""
     key, server, link = read_site_key(folder / "key"), settings.server, None
     retries = Retries(server, say)
-    with FleetHttpClient.from_server_address(
+    with FleetClient.from_server_address(
         server,
         False,
         str(folder / "ca.crt"),
@@ -163,7 +171,7 @@ def connected(folder: Path, settings: SiteSettings, say: Say) -> Iterator[Link]:
         request = ActivateNodeRequest(public_key=public, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
         try:
             link = Link(client, client.ActivateNode(request).node_id)
-            threading.Thread(target=_beat, args=(link, over), daemon=True).start()
+            threading.Thread(target=_beat, args=(link, over, say), daemon=True).start()
             say(f"connected to {server} as node {link.node.node_id}")
             yield link
         finally:
@@ -174,7 +182,7 @@ def connected(folder: Path, settings: SiteSettings, say: Say) -> Iterator[Link]:
                     client.DeactivateNode(DeactivateNodeRequest(node_id=link.node.node_id))
 
 
-def _beat(link: Link, over: threading.Event) -> None:
+def _beat(link: Link, over: threading.Event, say: Say) -> None:
     """Tell the server every few seconds that the site is there."""
     request = SendNodeHeartbeatRequest(node=link.node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
     while not over.wait(HEARTBEAT_DEFAULT_INTERVAL / 3):
@@ -183,7 +191,8 @@ def _beat(link: Link, over: threading.Event) -> None:
         except FedsieveError:
             known = False
         if not known and not over.is_set():
-            signal.raise_signal(signal.SIGTERM)  # the service manager starts it again
+            say("the server does not know this site any more")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # a service manager starts it again
 
 
 class SiteProcess:

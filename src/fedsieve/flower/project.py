@@ -44,7 +44,7 @@ def write_app(experiment: Experiment, folder: Path, out: str, deadline: float = 
     check_remote(experiment)
     file = folder / "pyproject.toml"
     if folder.exists() and any(item != file for item in folder.iterdir()):
-        raise FedsieveError(f"--app: {folder} is there already, with other files: name another folder")
+        raise FedsieveError(f"{folder} is there already, with other files: delete it")
     config = {"out": out, "wait": WAIT, "deadline": float(deadline)}
     content = app_content(to_yaml(experiment), experiment.name, config)
     write_atomic(file, tomli_w.dumps(content, multiline_strings=True))
