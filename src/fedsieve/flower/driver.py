@@ -109,8 +109,10 @@ class Link:
 
 def _obstacle(error: Exception | None) -> str:
     """Why a request did not succeed yet."""
-    if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == NOT_ACTIVATED:
-        return "does not take this site: key.pub is not registered there, or it was connected a minute ago"
+    if isinstance(error, httpx.HTTPStatusError):
+        if error.response.status_code == NOT_ACTIVATED:
+            return "does not take this site: key.pub is not registered there, or it was connected a minute ago"
+        return f"answers {error.response.status_code}, so the SuperLink behind it is away"
     return f"cannot be reached ({error})"
 
 
