@@ -205,8 +205,8 @@ def records(folder: Path) -> list[dict]:
 
 
 def deadline(folder: Path) -> float:
-    """Time enough for sites that live, as a run that went well shows: a test waits so long for those that do not."""
-    return 15 + 4 * max(record["seconds"] for record in records(folder))
+    """Time enough for sites that live, also for one whose process has to begin again: a test waits so long for those that do not."""
+    return 60 + 4 * max(record["seconds"] for record in records(folder))
 
 
 def messages(folder: Path) -> list:
