@@ -1,4 +1,5 @@
-"""Processes that tests start. All of them, children's children too, are known by a word of their environment.
+"""Processes that tests start. All of them, children's children too, are known by a word of their environment, or by the
+folder that this word names.
 
 Run as a script, this waits until whoever started it closes its input or is gone, however that came about, and then ends them.
 """
@@ -17,6 +18,7 @@ def alive(mark: str, *words: str) -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             inside = mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+            inside |= os.readlink(entry / "cwd") == mark.partition("=")[2]  # nginx overwrites its environment
             if inside and int(entry.name) != os.getpid() and all(word in command(int(entry.name)) for word in words):
                 found.append(int(entry.name))
     return found

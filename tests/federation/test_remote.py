@@ -14,7 +14,6 @@ from tests.federation.conftest import SPARSE
 from tests.federation.network import Network
 
 from fedsieve import FedsieveError, run
-from fedsieve.config import to_yaml
 from fedsieve.model.weights import FINAL
 from fedsieve.privacy.secagg import PHASES
 from fedsieve.runner.federated import populate
@@ -372,20 +371,17 @@ def test_the_log_of_a_site_is_what_the_server_got_from_it(federated, tmp_path, f
         ({"data": None}, "names none"),
         ({"client": 7}, "there is no site 7"),
         ({"weights": "none.safetensors"}, "none.safetensors"),
-        ({"experiment": "other.yaml"}, "which this site agreed to"),
+        ({"accepted": "0" * 64}, "another experiment than the one that the site has accepted"),
     ],
 )
 def test_a_site_that_does_not_match_is_refused_with_the_reason(federated, tmp_path, folders, change, reason):
     held = digits(tmp_path / "held", range(480, 600))
     experiment = federated(*OWN, f"data.source={json.dumps(held)}", "data.class_names=null")
-    (tmp_path / "other.yaml").write_text(to_yaml(federated(*OWN)))
     full = digits(tmp_path / "c", range(400, 480))
     network = own_network(tmp_path, [folders[0], digits(tmp_path / "b", range(150, 300)), full])
     place = {"data": full, "client": 2} | change
     if place["data"] == "other":
         place["data"] = digits(tmp_path / "d", range(400, 480), {2: "digit two"})
-    if "experiment" in place:
-        place["experiment"] = str(tmp_path / place["experiment"])
     client = place.pop("client")
     network.places[102] = network.place(client, **place)
     with pytest.raises(FedsieveError, match="2 of 3 sites are here") as caught:

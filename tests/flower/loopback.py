@@ -1,4 +1,4 @@
-"""Processes of a Flower federation on this machine, none of which is left behind; keys and certificates that are wrong."""
+"""Processes of a Flower federation on this machine, none of which is left behind; a certificate that is wrong."""
 
 import contextlib
 import datetime
@@ -16,7 +16,7 @@ from tests import processes
 
 ALL = 1500  # seconds for all that is done with some processes,
 ONE = 400  # and for one thing: a free machine takes a tenth
-PEM, OPENSSH = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
+PEM = serialization.Encoding.PEM
 
 
 class Processes:
@@ -25,9 +25,10 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.last = time.monotonic() + ALL  # nothing is waited for any longer
-        self.mark = f"FLWR_HOME={folder / 'home'}"
+        self.mark = f"FEDERATION={folder}"  # fedsieve gives Flower's programs a FLWR_HOME of their own
         own = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "FEDERATION": str(folder),
             "FLWR_HOME": str(folder / "home"),
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         }
@@ -82,13 +83,6 @@ def free_ports(count: int) -> int:
             for number in range(1, count):
                 held.enter_context(socket.create_server(("127.0.0.1", first + number)))
             return first
-
-
-def new_key(file: Path) -> None:
-    """A private key of a SuperNode, as ssh-keygen -t ecdsa -b 384 makes it."""
-    private = ec.generate_private_key(ec.SECP384R1())
-    file.write_bytes(private.private_bytes(PEM, OPENSSH, serialization.NoEncryption()))
-    file.chmod(0o600)
 
 
 def other_authority(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real processes on this machine: a SuperLink with TLS, three registered SuperNodes, and what may go wrong with them.
+"""Real processes on this machine: a SuperLink behind nginx, three registered sites, and what may go wrong with them.
 
 They are started once, by the commands of docs/flower.md, and serve all tests of this file in turn.
 """
@@ -6,6 +6,7 @@ They are started once, by the commands of docs/flower.md, and serve all tests of
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.flower.loopback import Processes, free_ports, new_key, other_authority
+from tests.flower.loopback import Processes, free_ports, other_authority
 from tests.processes import kill
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedsieve[flower]'")
@@ -26,17 +27,21 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedsieve[f
 from rich.console import Console
 
 from fedsieve.config import parse_config
-from fedsieve.flower import warm
-from fedsieve.flower.app import DEADLINE
+from fedsieve.flower import DEADLINE, warm
+from fedsieve.flower.admission import Accepted
 from fedsieve.flower.project import write_app
 from fedsieve.flower.simulation import simulate
+from fedsieve.flower.site import Policy
 from fedsieve.model.weights import FINAL
 from fedsieve.runner.checkpoint import list_checkpoints
 from fedsieve.runner.prepare import asset
 from fedsieve.runner.run import run
 from fedsieve.wire.ledger import lines
 
-pytestmark = pytest.mark.slow  # it waits for deadlines, and for Flower to notice that a node is gone
+pytestmark = [
+    pytest.mark.slow,  # it waits for deadlines, and for Flower to notice that a node is gone
+    pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed: apt-get install nginx"),
+]
 DEMO = (
     "federation.clients=3",
     "federation.cohort=3",
@@ -58,13 +63,13 @@ def commands() -> list[str]:
 
 
 class Federation(Processes):
-    """The walk-through up to the SuperNodes."""
+    """The walk-through up to the run."""
 
     def __init__(self, folder: Path, short: Path) -> None:
         super().__init__(folder)
         self.short = short
         self.environment["TMPDIR"] = str(short)  # where the sockets of sites, and Ray's, are
-        self.port, self.left = free_ports(5), commands()
+        self.port, self.left = free_ports(2), commands()
 
     def go_through(self, until: str) -> None:
         """Run the commands of the walk-through up to those with some words in them."""
@@ -72,15 +77,20 @@ class Federation(Processes):
             self.bash(self.here(self.left.pop(0)))
 
     def here(self, text: str) -> str:
-        return text.replace("9092", str(self.port)).replace("9094", str(self.port + 2))
+        return text.replace("9092", str(self.port))
+
+    def flwr(self, words: str) -> str:
+        """Run Flower's command line, as the server's operator."""
+        return self.bash(f". server/environment; flwr {words}")
 
     def start_run(self, experiment, name: str, deadline: float = DEADLINE) -> Path:
         """Run an experiment on the SuperLink, with all sites; gives the folder that its files will be in."""
         self.gather()
-        self.older = set(self.alive("flwr-clientapp"))  # of a run whose server was killed, they may stay
+        for site in SITES:
+            Accepted(self.folder / site, Policy()).add(experiment)
         folder = self.folder / name
         write_app(experiment, self.folder / f"app-{name}", str(folder), deadline)
-        self.bash(f"flwr run app-{name} three-sites")
+        self.flwr(f"run app-{name} server")
         return folder
 
     def end(self, folder: Path) -> Path:
@@ -88,57 +98,45 @@ class Federation(Processes):
         return folder
 
     def node(self, site: str) -> list[int]:
-        """The processes of a SuperNode, and what it has started but the site's own."""
-        found = self.alive("flower-supernode", f"{site}/key")
-        for process in found:
-            found += [int(child) for child in _children(process) if int(child) not in found]
-        return found
+        """The process of a site, without the one that trains."""
+        return self.alive(f"node run {site}")
 
     def gather(self) -> None:
-        """Start the SuperNodes that are not there, as a service manager would: again, until the SuperLink takes them.
-
-        It does so when it has noticed that the last one with that key is gone.
-        """
-        command = self.here(next(text for text in commands() if "flower-supernode" in text))
-        for number, site in enumerate(SITES):
-            log, taken = self.folder / site / "supernode.log", self.node(site)
-            while not taken:
-                self.bash(command.replace("number=0", f"number={number}").replace(" ".join(SITES), site))
-                ended = self.until(lambda log=log: re.search("SuperNode ID|Exit Code", log.read_text()))
-                taken = ended[0] == "SuperNode ID"
+        """Start the sites that are not there. They wait until the SuperLink has noticed that the last one is gone."""
+        (command,) = (text for text in commands() if "node run" in text)
+        for site in SITES:
+            if not self.node(site):
+                self.bash(command.replace(" ".join(SITES), site))
+        for site in SITES:
+            self.until(lambda site=site: "connected" in (self.folder / site / "node.log").read_text())
 
     def answered(self, site: str, what: str, round: int) -> None:
-        """Wait until a site has sent something in the newest run, and Flower's process that carried it has ended."""
-        port = self.port + 2 + SITES.index(site)
+        """Wait until a site has sent something in the newest run, and the server has it."""
         self.until(lambda: self.sent(site, what, round))
-        self.until(lambda: not set(self.alive("flwr-clientapp", f":{port} ")) - self.older)
+        log = self.folder / site / "node.log"
+        self.until(lambda: log.stat().st_mtime >= self.log(site).stat().st_mtime)
 
     def nodes(self) -> list[dict]:
         """The SuperNodes as the SuperLink knows them."""
-        return json.loads(self.bash("flwr supernode list three-sites --format json"))["nodes"]
+        return json.loads(self.flwr("supernode list server --format json"))["nodes"]
 
     def socket(self, site: str) -> str:
         """Where the own process of a site listens."""
         name = Path(warm.address_of(str(self.folder / site / "files"))).name
         return str(self.short / f"fedsieve-{os.getuid()}" / name)
 
+    def log(self, site: str) -> Path:
+        """The log of what has left a site in the newest run."""
+        return max((self.folder / site / "files").glob("*/sent.jsonl"), key=lambda file: file.stat().st_mtime)
+
     def sent(self, site: str, what: str, round: int) -> bool:
         """Whether something has left a site in the newest run."""
-        log = max((self.folder / site / "files").glob("*/sent.jsonl"), key=lambda file: file.stat().st_mtime)
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        rows = [json.loads(line) for line in self.log(site).read_text().splitlines()]
         return any((row["what"], row["round"]) == (what, round) for row in rows)
 
     def own_process(self, site: str) -> int:
         (found,) = self.until(lambda: self.alive("fedsieve.flower.warm", self.socket(site)))
         return found
-
-
-def _children(process: int) -> list[str]:
-    try:
-        tasks = Path(f"/proc/{process}/task").iterdir()
-        return " ".join((task / "children").read_text() for task in tasks).split()
-    except OSError:
-        return []
 
 
 @contextmanager
@@ -178,7 +176,7 @@ def three(tmp_path_factory):
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short,
         Federation(tmp_path_factory.mktemp("three"), Path(short)) as federation,
     ):
-        federation.go_through("flwr run")
+        federation.go_through("deploy run")
         yield federation
 
 
@@ -207,8 +205,8 @@ def records(folder: Path) -> list[dict]:
 
 
 def deadline(folder: Path) -> float:
-    """Time enough for sites that live, as a run that went well shows: a test waits so long for those that do not."""
-    return 15 + 4 * max(record["seconds"] for record in records(folder))
+    """Time enough for sites that live, also for one whose process has to begin again: a test waits so long for those that do not."""
+    return 60 + 4 * max(record["seconds"] for record in records(folder))
 
 
 def messages(folder: Path) -> list:
@@ -242,7 +240,7 @@ def test_in_process_in_simulation_and_over_a_superlink_the_demo_gives_the_same(t
 
 
 def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(three, demo, there):
-    """A SuperNode killed and one that hangs in one round, garbage in the next, the ServerApp killed in the one after."""
+    """A site killed and one that hangs in one round, garbage in the next, the ServerApp killed in the one after."""
     experiment = demo("federation.minimum_replies=1", ONE_STAGE, "stages.backbone.rounds=4")
     folder = three.start_run(experiment, "faults", deadline(there))
 
@@ -257,12 +255,12 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
     with impostor(three.socket("west")):
         kill(three.alive("fedsieve.flower.warm", three.socket("west")))
         after(3)
-        assert not Path(f"/proc/{lost}").exists()  # it ended with its SuperNode
+        assert not Path(f"/proc/{lost}").exists()  # it ended with the site
         # A round is told before it is saved; killed in between, it would be done again, without garbage.
         three.until(lambda: list_checkpoints(folder / "checkpoints")[-1].stem >= f"{3:010d}")
         kill(three.alive("flwr-serverapp"))
     three.gather()
-    three.bash("flwr run app-faults three-sites")
+    three.flwr("run app-faults server")
     three.end(folder)
     lost = {(line.client, line.round): line.status for line in lines(folder / "ledger.csv") if line.status != "ok"}
     assert lost.pop((2, 3)) == "magic"
@@ -271,7 +269,7 @@ def test_processes_that_die_hang_or_send_garbage_cost_their_own_updates_only(thr
     assert [record["round"] for record in records(folder)] == [1, 2, 3, 4]
 
 
-def test_a_secure_sum_survives_a_supernode_that_dies_after_it_sent_its_padded_values(three, demo, there, tmp_path):
+def test_a_secure_sum_survives_a_site_that_dies_after_it_sent_its_padded_values(three, demo, there, tmp_path):
     """The others reveal what is needed to take its pads off, and the weights are those of a run in which nobody died."""
     experiment = demo("privacy={aggregation: secagg}", "message.up=fp32", ONE_STAGE)
     folder = three.start_run(experiment, "secure", deadline(there))
@@ -289,28 +287,23 @@ def test_a_secure_sum_survives_a_supernode_that_dies_after_it_sent_its_padded_va
     assert [(line.client, line.what) for line in lost] == [(2, "update.reveal")]
 
 
-def test_who_has_no_registered_key_or_another_authority_or_no_tls_is_refused(three):
-    new_key(three.folder / "stranger")
+def test_who_has_no_registered_key_or_another_authority_is_refused(three):
+    place = f"--server 127.0.0.1:{three.port} --client 0"
     other_authority(three.folder / "other.crt")
-    key, trust = "--auth-supernode-private-key", "--root-certificates"
-    ways = {
-        "stranger": (f"{trust} north/ca.crt {key} stranger", "Failed to activate SuperNode"),
-        "keyless": (f"{trust} north/ca.crt", "must be registered"),
-        "authority": (f"{trust} other.crt {key} north/key", "CERTIFICATE_VERIFY_FAILED"),
-        "open": ("--insecure", "could not establish a connection"),
-    }
-    command = f"flower-supernode --superlink 127.0.0.1:{three.port} --host 127.0.0.1 --max-retries 1"
-    tries = [f"{command} --port {free_ports(1)} {way} > {name}.log 2>&1 &" for name, (way, _) in ways.items()]
-    three.bash("\n".join([*tries, "wait"]))
-    for name, (_, reason) in ways.items():
-        log = (three.folder / f"{name}.log").read_text()
-        assert reason in log and "Exit Code: 305" in log, log
+    three.bash(
+        f"fedsieve node init stranger {place} --ca server/ca.crt; fedsieve node init wary {place} --ca other.crt"
+    )
+    three.bash("for site in stranger wary; do fedsieve node run $site > $site/node.log 2>&1 & done")
+    for site, reason in {"stranger": "does not take this site", "wary": "certificate verify failed"}.items():
+        three.until(lambda site=site, reason=reason: reason in (three.folder / site / "node.log").read_text())
     assert len(three.nodes()) == 3
+    kill(three.alive("node run stranger"))
+    three.until(lambda: not three.alive("node run wary"))  # trying again would not help
 
 
 def test_no_process_of_the_walk_through_calls_home(three):
-    """Given by docs/flower.md to Flower's programs, and to all that they start."""
-    started = three.alive()
+    """Given by fedsieve to Flower's programs, and to all that they start."""
+    started = three.alive("python")
     assert len(started) > 4
     for process in started:
         environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")

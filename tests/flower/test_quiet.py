@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedsieve[flower]'")
 
-from fedsieve.cli import main
 from fedsieve.config import to_yaml
 
 OFF = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
@@ -26,7 +25,8 @@ sys.meta_path.insert(0, Watch())
 STARTS = {
     "the apps": "import fedsieve.flower.app",
     "the simulation": "import fedsieve.flower.simulation",
-    "the command": "from fedsieve.cli import main; main(['flower', 'config.yaml', '--app', 'app'])",
+    "the command": "from fedsieve.cli import main; main(['flower', 'config.yaml'])",
+    "a site": "import fedsieve.flower.driver",
     "the peer of a benchmark": "from benchmarks.peers import missing; missing('flower')",
     "the secure sum of a benchmark": "from benchmarks.secagg import _flower; _flower({}, {}, 1, {})",
 }
@@ -43,14 +43,3 @@ def test_flower_is_imported_with_its_calls_home_switched_off(tmp_path, tiny, sta
     command = [sys.executable, "-c", WATCH + STARTS[start]]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == f"{OFF}\n", done.stderr
-
-
-def test_the_command_that_starts_an_app_switches_calls_home_off(tmp_path, tiny, capsys):
-    (tmp_path / "config.yaml").write_text(
-        to_yaml(tiny("federation={clients: 2, cohort: 2}", "stages=[{name: all, rounds: 1}]"))
-    )
-    with pytest.raises(SystemExit) as end:
-        main(["flower", str(tmp_path / "config.yaml"), "--app", str(tmp_path / "app")])
-    assert end.value.code == 0
-    switched_off = " ".join(f"{name}={value}" for name, value in OFF.items())
-    assert f"`{switched_off} flwr run {tmp_path / 'app'} SUPERLINK`" in capsys.readouterr().out

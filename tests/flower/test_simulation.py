@@ -50,12 +50,13 @@ def test_what_ends_the_engine_is_told_in_a_line_and_ends_the_server(tiny, tmp_pa
     assert error.value.exit_code == code and ended == ["stopped"]
 
 
-def test_an_old_flower_is_refused_with_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.9.0")
+@pytest.mark.parametrize(("version", "age"), [("1.9.0", "old"), ("1.42.0", "new")])
+def test_another_flower_is_refused_with_what_to_install(monkeypatch, capsys, version, age):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     with pytest.raises(SystemExit) as end:
         main(["flower", "experiment.yaml"])
     assert end.value.code == 2
-    assert "flwr 1.9.0 is too old, 1.41 is needed: `uv run --extra flower" in capsys.readouterr().err
+    assert f"flwr {version} is too {age}, 1.41 is needed: `uv run --extra flower" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_server_and_it_the_engine(tiny, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import fedsieve
 from fedsieve import launch
-from fedsieve.errors import FedsieveError, did_you_mean
+from fedsieve.errors import FedsieveError, did_you_mean, with_extra
 from fedsieve.plugins import take_plugins
 
 if TYPE_CHECKING:
@@ -100,6 +100,20 @@ def _make_numbered(first: Path) -> Path:
         except FileExistsError:
             number += 1
             folder = first.with_name(f"{first.name}-{number}")
+
+
+def need_flower(command: str, *packages: str) -> None:
+    """Refuse a command whose packages are missing, or whose Flower has other requests and files than we know."""
+    import importlib.metadata
+    import importlib.util
+
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise FedsieveError(f"{command}: the package {package} is missing: {with_extra('flower')}")
+    found = importlib.metadata.version("flwr")
+    if (version := tuple(map(int, found.split(".")[:2]))) != (1, 41):
+        age = "old" if version < (1, 41) else "new"
+        raise FedsieveError(f"{command}: flwr {found} is too {age}, 1.41 is needed: {with_extra('flower')}")
 
 
 def percent(fraction: float | None) -> str:

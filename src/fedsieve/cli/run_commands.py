@@ -19,12 +19,13 @@ from fedsieve.cli.root import (
     RunFolder,
     app,
     console,
+    need_flower,
     new_folder,
     one_of,
     percent,
 )
 from fedsieve.config import load_config, parse_config
-from fedsieve.errors import FedsieveError, with_extra
+from fedsieve.errors import FedsieveError
 
 if TYPE_CHECKING:
     from fedsieve.config import Experiment
@@ -178,38 +179,19 @@ def flower(
     deadline: Annotated[
         float, typer.Option(metavar="S", help="Seconds that sites have for an answer.", min=1.0)
     ] = 600.0,
-    to_app: Annotated[
-        Path | None,
-        typer.Option("--app", metavar="DIR", help="Write the app that `flwr run` takes, and stop.", show_default=False),
-    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run an experiment on Flower: clients are sites that are asked over a network and keep their files themselves.
 
-    Without more, server and sites are simulated on this machine. With `--app`, the same is written as an app for a SuperLink
-    and SuperNodes on many machines: docs/flower.md shows it from the first key to the final report.
+    Server and sites are simulated on this machine. `fedsieve deploy` and `fedsieve node` run the same on many machines:
+    docs/flower.md shows it from the first key to the final report.
     """
-    import importlib.metadata
-    import importlib.util
-
-    for package in ("flwr", "ray"):
-        if importlib.util.find_spec(package) is None and (package == "flwr" or to_app is None):
-            raise FedsieveError(f"flower: the package {package} is missing: {with_extra('flower')}")
-    if tuple(map(int, (found := importlib.metadata.version("flwr")).split(".")[:2])) < (1, 41):
-        raise FedsieveError(f"flower: flwr {found} is too old, 1.41 is needed: {with_extra('flower')}")
+    need_flower("flower", "flwr", "ray")
     begun = (config / "config.yaml").exists()
     chosen = [*(overrides or []), *([f"federation.clients={sites}"] if sites else [])]
     if begun and (chosen or out):
         raise FedsieveError(f"{config} is a run that has begun: it goes on as it is, without overrides or --out")
     experiment = load_config(config / "config.yaml" if begun else config, chosen)
-    if to_app is not None:
-        from fedsieve.flower import QUIET
-        from fedsieve.flower.project import write_app
-
-        file = write_app(experiment, to_app, str((out or Path("runs") / experiment.name).absolute()), deadline)
-        command = f"{' '.join(f'{name}={value}' for name, value in QUIET.items())} flwr run {to_app} SUPERLINK"
-        console.print(f"app: {file}\n`{command}` runs it", highlight=False, soft_wrap=True)
-        return
     from fedsieve.flower.simulation import simulate
 
     with new_folder(config if begun else out, experiment.name) as folder:

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from fedsieve.federation.parts import client_parts
 from fedsieve.federation.personal import PersonalModels
 from fedsieve.federation.remote import SUM, effort_space, personal_space
 from fedsieve.federation.secure import ASTRAY, Inputs, Kept
+from fedsieve.federation.sent import note
 from fedsieve.federation.state import Context, MaskState
 from fedsieve.files import write_atomic
 from fedsieve.mask.mask import Mask
@@ -173,17 +173,6 @@ class Node:
         envelope = wrap(reply, list(outbox.messages.values()))
         note(self.folder, head, outbox.notes, len(envelope))
         return envelope
-
-
-def note(folder: Path, head: Mapping[str, Any], notes: Sequence[Mapping[str, Any]], size: int) -> None:
-    """Write down what leaves a node, before it does: one line for every message, and one for the envelope of them all."""
-    about: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
-    about |= {name: head.get(name) for name in ("run", "ask", "stage")}
-    about["round"] = head["round"] + 1 if type(head.get("round")) is int else None
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "sent.jsonl").open("a") as log:
-        for entry in (*notes, {"what": "envelope", "bytes": size}):
-            log.write(json.dumps({**about, **entry}) + "\n")
 
 
 def problem(folder: Path, head: Mapping[str, Any], sentence: str, kind: str) -> bytes:

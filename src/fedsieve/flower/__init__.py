@@ -1,4 +1,4 @@
-"""The same experiments over Flower: a ServerApp and a ClientApp that carry fedsieve's envelopes, and nothing else."""
+"""The same experiments over Flower: a ServerApp, and a site's own process, that carry fedsieve's envelopes."""
 
 import os
 
@@ -6,3 +6,6 @@ import os
 # when it is imported, so both are set before any module here imports it. Processes that are started inherit them.
 QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 os.environ |= QUIET
+
+WAIT = 300.0  # seconds for all sites to come,
+DEADLINE = 600.0  # and for each to answer

@@ -1,7 +1,6 @@
-"""The ServerApp and the ClientApp. `flwr run` finds them here; `fedsieve flower` simulates them on one machine."""
+"""The ServerApp and the ClientApp that a bundle names. Flower's simulation has a ClientApp of its own."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,40 +9,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedsieve.errors import FedsieveError
-from fedsieve.flower.grid import GridTransport, from_record, to_record
-from fedsieve.flower.warm import IDLE, answer_warm
+from fedsieve.flower import DEADLINE, WAIT
+from fedsieve.flower.grid import GridTransport
 
-# Flower starts a process for every message, which only hands it on: what takes long to import is imported where it is used.
+# Imported where it is used: the app is loaded by processes that do not need torch.
 if TYPE_CHECKING:
     from fedsieve.config import Experiment
     from fedsieve.runner.progress import Display
-
-WAIT = 300.0  # seconds for all sites to come,
-DEADLINE = 600.0  # and for each to answer
-OPTIONS = ("data", "weights", "device", "experiment")  # what a site may take of its own
-
-
-def client_app(answer: Callable[[bytes, Message, Context], bytes]) -> ClientApp:
-    """A ClientApp that answers envelopes."""
-    app = ClientApp()
-
-    @app.query()
-    def ask(message: Message, context: Context) -> Message:
-        return Message(to_record(answer(from_record(message.content), message, context)), reply_to=message)
-
-    return app
-
-
-def answer_at_site(envelope: bytes, message: Message, context: Context) -> bytes:
-    """What the site of a SuperNode answers, as its operator has set it up with --node-config."""
-    given = dict(context.node_config)
-    client = given.get("partition-id")
-    if type(client) is not int:
-        raise FedsieveError('--node-config: say which site this is, as in --node-config "partition-id=0"')
-    folder = Path(str(given.get("folder", f"fedsieve-site-{client}"))).expanduser().absolute()
-    place: dict[str, Any] = {"client": client, "folder": str(folder)}
-    place |= {name: str(given[name]) for name in OPTIONS if name in given}
-    return answer_warm(envelope, place, message.metadata.ttl, float(given.get("idle", IDLE)))
 
 
 def serve(experiment: "Experiment", folder: Path, display: "Display", transport: GridTransport) -> dict[str, Any]:
@@ -82,4 +54,10 @@ def _main(grid: Grid, context: Context) -> None:
         raise
 
 
-client = client_app(answer_at_site)
+client = ClientApp()
+
+
+@client.query()
+def _refuse(message: Message, context: Context) -> Message:
+    """Answer no question: a SuperNode runs whatever bundle it receives, so a site must not be one."""
+    raise FedsieveError("a SuperNode cannot take part: start the site with `fedsieve node`")

@@ -8,10 +8,12 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedsieve.errors import FedsieveError
+from fedsieve.wire.envelope import wrap
 
 RECORD, NAME = "fedsieve", "envelope"
 POLL = 0.25  # seconds from one look for answers to the next
-NODE_UNAVAILABLE = 5  # Flower's error code; any other is of an application that failed
+# Flower's error codes. Any other is of an application that failed.
+NODE_UNAVAILABLE, REFUSED = 5, 7
 
 
 def to_record(envelope: bytes) -> RecordDict:
@@ -63,6 +65,8 @@ class GridTransport:
 
     def _taken(self, node: int, reply: Message) -> bytes | str:
         if reply.has_error():
+            if reply.error.code == REFUSED:
+                return wrap({"problem": f"the site refuses the run: {reply.error.reason}", "kind": "site"})
             reason = (reply.error.reason or "").partition("\n")[0] or f"Flower error {reply.error.code}"
             self.say(f"node {node}: {reason}")
             return "unavailable" if reply.error.code == NODE_UNAVAILABLE else "crash"

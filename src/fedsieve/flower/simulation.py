@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedsieve.config import Experiment
 from fedsieve.errors import FedsieveError
-from fedsieve.flower.app import DEADLINE, client_app, serve
-from fedsieve.flower.grid import GridTransport
+from fedsieve.flower import DEADLINE
+from fedsieve.flower.app import serve
+from fedsieve.flower.grid import GridTransport, from_record, to_record
 from fedsieve.runner.hosting import Host, answer
 from fedsieve.runner.meeting import check_remote
 from fedsieve.runner.preflight import preflight
@@ -62,9 +64,13 @@ def simulate(
         transport = GridTransport(grid, WAIT, deadline, display.say, stopped)
         found.update(serve(experiment, folder, display, transport))
 
-    def answer_here(envelope: bytes, message: Message, context: Context) -> bytes:
+    site = ClientApp()
+
+    @site.query()
+    def ask(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
-        return answer(envelope, Host(client, home / str(client), data=sources[client]))
+        host = Host(client, home / str(client), data=sources[client])
+        return Message(to_record(answer(from_record(message.content), host)), reply_to=message)
 
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     backend: dict[str, dict[str, Any]] = {
@@ -73,7 +79,7 @@ def simulate(
     }
     try:
         with _gentle_stop(stopped):
-            run_simulation(server, client_app(answer_here), num_supernodes=count, backend_config=backend)
+            run_simulation(server, site, num_supernodes=count, backend_config=backend)
     except (KeyboardInterrupt, FedsieveError) as error:
         if isinstance(error, FedsieveError) and not stopped.is_set():
             raise

@@ -1,8 +1,8 @@
-"""A site's own process, which stays from one message to the next.
+"""The process in which a site trains.
 
-Flower starts a process for every message. One that had to import torch, read its images and build its network each time would
-do little else, so that process only hands the envelope to this one, over a socket that its user alone can open. It starts
-with the first message and ends with the SuperNode, after some idle time, or when a message takes longer than it may.
+`fedsieve node` hands each envelope to this process, over a socket that its user alone can open. It starts with the first
+message, and keeps images and network from one message to the next. It ends with `fedsieve node`, after some idle time, or
+when a message takes longer than it may: then its memory is free again, and the connection to the server stays.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from fedsieve.errors import FedsieveError
 
 IDLE = 600.0  # seconds after which it ends
 START = 120.0  # seconds that it may take to begin
-BEAT = 1.0  # seconds from one look at its SuperNode to the next
+BEAT = 1.0  # seconds from one look at `fedsieve node` to the next
 LONGEST = 103  # bytes of a socket's name, of those that Linux (107) and macOS take
 TAKEN = b"taken"
 
@@ -86,7 +86,7 @@ def _connected(folder: str, idle: float) -> Connection:
     address = address_of(folder)
     if (found := _connect(address)) is not None:
         return found
-    command = [sys.executable, "-m", "fedsieve.flower.warm", address, str(os.getppid()), str(idle)]
+    command = [sys.executable, "-m", "fedsieve.flower.warm", address, str(os.getpid()), str(idle)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     end = time.monotonic() + START
     while time.monotonic() < end and process.poll() is None:

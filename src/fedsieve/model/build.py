@@ -15,6 +15,35 @@ from fedsieve.randomness import generator
 
 # What timm calls the repeated part of a network, in the order it is looked for.
 BLOCK_LISTS = ("blocks", "stages", "layers")
+# Options of timm's networks that say how large they are, as numbers. Others choose files, addresses and classes to load, and an
+# experiment may come from somebody else.
+OPTIONS = (
+    *(
+        "patch_size",
+        "img_size",
+        "window_size",
+        "embed_dim",
+        "embed_dims",
+        "dims",
+        "depth",
+        "depths",
+        "layers",
+        "channels",
+    ),
+    *(
+        "num_heads",
+        "key_dim",
+        "num_vit",
+        "mlp_ratio",
+        "mlp_ratios",
+        "expand_ratio",
+        "stem_width",
+        "base_width",
+        "cardinality",
+    ),
+    *("growth_rate", "block_config", "kernel_size", "kernel_sizes", "class_token", "reg_tokens", "no_embed_class"),
+    *("qkv_bias", "qk_norm", "pre_norm", "init_values", "ls_init_value", "drop_rate", "drop_path_rate"),
+)
 
 
 class Classifier(nn.Module):
@@ -130,9 +159,21 @@ def timm_options(config: Model, size: int) -> dict[str, Any]:
     """What timm.create_model is given: the config's options, and the input size where the network must know it."""
     import timm
 
+    for key, value in config.options.items():
+        if key not in OPTIONS:
+            raise FedsieveError(
+                f"model.options: {key} is not allowed.{did_you_mean(key, OPTIONS)} Allowed: {', '.join(OPTIONS)}"
+            )
+        if not _is_numeric(value):
+            raise FedsieveError(f"model.options.{key}: {value!r} is not allowed: give numbers, or lists of them")
     declared = timm.get_pretrained_cfg(config.backbone.partition(".")[0], allow_unregistered=True)
     fixed = {"img_size": size} if declared is not None and declared.fixed_input_size else {}
     return fixed | config.options
+
+
+def _is_numeric(value: Any) -> bool:
+    """Whether a value consists of numbers."""
+    return all(map(_is_numeric, value)) if isinstance(value, list | tuple) else isinstance(value, int | float)
 
 
 def make_head(config: Model, width: int, classes: int) -> nn.Module:

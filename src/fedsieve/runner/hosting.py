@@ -15,14 +15,16 @@ from fedsieve.config import Experiment, load_config, parse_config
 from fedsieve.data.partitions import Shards, class_counts
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.memory import ClientMemory
-from fedsieve.federation.node import Node, note, problem
+from fedsieve.federation.node import Node, problem
 from fedsieve.federation.population import Population
+from fedsieve.federation.sent import note
 from fedsieve.federation.state import Context
 from fedsieve.files import write_atomic
 from fedsieve.model.weights import digest
 from fedsieve.randomness import generator
 from fedsieve.runner.federated import populate
-from fedsieve.runner.prepare import config_digest, prepare
+from fedsieve.runner.identity import experiment_digest
+from fedsieve.runner.prepare import prepare
 from fedsieve.runner.progress import Display
 from fedsieve.runner.setup import Setup, chosen_executor, chosen_speed
 from fedsieve.wire.envelope import unwrap, wrap
@@ -39,7 +41,7 @@ class Host:
     data: str | None = None  # of a site with images of its own: instead of the experiment's data.source
     weights: str | None = None  # instead of the experiment's model.weights
     device: str | None = None
-    experiment: str | None = None  # a file: the only experiment that the site takes part in
+    accepted: str | None = None  # the digest of the only experiment that the questions may be about
 
     def own(self, experiment: Experiment) -> Experiment:
         """An experiment with what is the site's own put in."""
@@ -52,6 +54,12 @@ class Host:
             data = data.model_copy(update={"source": self.data, "val_fraction": 0.0})
         if self.weights is not None:
             model = model.model_copy(update={"weights": self.weights})
+        if self.accepted is not None:
+            data = data.model_copy(update={"cache": None})
+            if self.weights is None and model.weights not in ("hub", "none", "digits"):
+                raise FedsieveError(
+                    f"model.weights is {model.weights}, a file of the server's: name this site's own (weights in site.yaml)"
+                )
         own: dict[str, Any] = {"data": data, "model": model, "device": self.device or experiment.device}
         return experiment.model_copy(update=own | {"tracking": []})
 
@@ -72,6 +80,7 @@ def answer(envelope: bytes, host: Host) -> bytes:
             folder = host.folder
             lost = f"{folder / run} is not there: the site has not met this run, or its files are lost"
             return problem(folder, head, lost, "run")
+        _check_accepted(host, (folder / EXPERIMENT).read_text(encoding="utf-8"))
         if head.get("client") != host.client:
             raise FedsieveError(f"the question is for site {head.get('client')}, and this is site {host.client}")
         return _open(host, folder).answer(head, messages)
@@ -88,9 +97,8 @@ def _hello(head: dict[str, Any], host: Host, folder: Path) -> bytes:
             f"the site has fedsieve {fedsieve.__version__}, and the server has {head.get('version')}: install the same"
         )
     text = str(head.get("experiment"))
+    _check_accepted(host, text)
     experiment = parse_config(text, where="the server's experiment")
-    if host.experiment is not None and config_digest(load_config(host.experiment)) != config_digest(experiment):
-        raise FedsieveError(f"the server's experiment is not the one of {host.experiment}, which this site agreed to")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / EXPERIMENT, text)
     _open.cache_clear()
@@ -105,6 +113,12 @@ def _hello(head: dict[str, Any], host: Host, folder: Path) -> bytes:
     envelope = wrap({"run": head["run"], "client": host.client, "ask": "hello", "images": images})
     note(folder, head, [{"what": "images", "n": images}], len(envelope))
     return envelope
+
+
+def _check_accepted(host: Host, text: str) -> None:
+    """Refuse questions about an experiment other than the one that was accepted, before it is even parsed."""
+    if host.accepted is not None and experiment_digest(text) != host.accepted:
+        raise FedsieveError("the question is about another experiment than the one that the site has accepted")
 
 
 def _differences(mine: list[str], theirs: Any) -> str:
