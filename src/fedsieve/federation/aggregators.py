@@ -51,7 +51,7 @@ class Aggregator:
         """Take up an update; what it returns is the new state, unless that is None."""
 
     def finish(self, state: Any, server: Any) -> Tensor:
-        """The server's update (k,). `server.update(data)` is the update that the server's own data would produce."""
+        """The server's update (k,). `server.update(data)` is the update that a client with this data would send."""
         raise NotImplementedError
 
 

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from fedsieve.config import Stage
 from fedsieve.federation.channel import Channel, Parcel, Reply, Tally
 from fedsieve.federation.clients import Ask, Exchange, Refusal, SecretSum, TrainReply, Update, Worked
 from fedsieve.federation.distributed import Distributed, cohort_executor
-from fedsieve.federation.executors import Cohort, Executor, Task, Trained
+from fedsieve.federation.executors import Cohort, Executor, Sequential, Task, Trained
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.parts import ClientPart, Upload, client_parts
 from fedsieve.federation.secure import ASTRAY, PAD, Departures, Inputs, Kept, departures
@@ -22,7 +23,7 @@ from fedsieve.federation.vectors import squares_by_span
 from fedsieve.federation.work import Draws, Work, local_work
 from fedsieve.mask.mask import Mask
 from fedsieve.privacy.secagg import Arrival, in_process
-from fedsieve.train.feed import Examples
+from fedsieve.train.feed import Examples, tensor_feed
 from fedsieve.wire.codec import Coding, Decoded, MessageError
 
 
@@ -101,6 +102,15 @@ class Training:
         share = people.device(client).work
         return local_work(client, people.examples(client), stage.local, stage.batch_size, draws, share)
 
+    def alone(self, feed: Examples, round: int, lr: float) -> Tensor:
+        """The update (k,) that a further client with these examples would make of the weights that the model has."""
+        task, seed = replace(self.task, feed=feed), self.context.experiment.seed
+        draws, newcomer = Draws(feed, seed, (self.stage.name, round)), len(self.context.population)
+        work = local_work(newcomer, np.arange(len(feed)), self.stage.local, self.stage.batch_size, draws)
+        received = self.book.taken(self.task.theta.detach()).clone()
+        [trained] = Sequential(task, self.book.support).train(Cohort([work], received), lr)
+        return trained.moved[0]
+
     def _look_ahead(self, round: int) -> None:
         """Draw the next round's work while the device is still busy with this one's."""
         if self.book.device.type == "cuda" and round < self.stage.length and round not in self._ahead:
@@ -155,6 +165,7 @@ class LocalClients:
         self.fates: dict[int, str] = {}  # of the clients that were called last
         self.leaves: Departures = {}  # and when they fall out of a secure sum
         self.rows: dict[int, Kept] = {}  # what clients keep for a secure sum
+        self.under_way = 0, 0.0  # the round, and its learning rate
 
     @property
     def training(self) -> Training:
@@ -208,7 +219,7 @@ class LocalClients:
         tally.silence("model", gone, round, "down", "unavailable")
         tally.silence("update", [client for client in silent if client not in gone], round, "up", "crash")
         yield from (Refusal(client, why) for client, why in silent.items())
-        self.rows = {}
+        self.rows, self.under_way = {}, (round, lr)
         if trains := [client for client in cohort if client not in silent]:
             for group in self.training.run(trains, round, lr):
                 yield group.worked
@@ -216,6 +227,10 @@ class LocalClients:
                     self._keep(group)
                 else:
                     yield from self._upload(group, round)
+
+    def update(self, data: Any) -> Tensor:
+        """The update (k,) that a client with this data would send in the round under way."""
+        return self.training.alone(tensor_feed(data, self.training.book.device), *self.under_way)
 
     def _silence(self, client: int) -> str:
         """The reason why nothing comes from a client. Under secure sums, a client that crashes later trains first."""

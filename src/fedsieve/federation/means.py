@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class StreamingMean:
 
     rule: AggregatorChoice
     k: int
-    server: Any
+    clients: Clients
 
     def __call__(self, replies: Replies, round: int) -> Tensor | None:
         aggregator: Aggregator = self.rule.made()
@@ -77,7 +77,7 @@ class StreamingMean:
             state = state if changed is None else changed
         if not replies.count:
             return None
-        result = called(aggregator.finish, where, state, self.server)
+        result = called(aggregator.finish, where, state, self.clients)
         expect(result, (self.k,), where, "one update (k,)")
         return result.double()
 
@@ -145,9 +145,9 @@ class ZeroSumMean:
 
 
 def choose_mean(
-    context: ServerContext, clients: Clients, book: MaskBook, sums: SecureSums, tally: Tally, server: Any = None
+    context: ServerContext, clients: Clients, book: MaskBook, sums: SecureSums, tally: Tally
 ) -> Mean:
-    """The mean that an experiment asks for. `server` is what an aggregator from outside may ask of the server."""
+    """The mean that an experiment asks for."""
     settings, mode = context.population.settings, context.experiment.privacy.aggregation
     if mode == "secagg":
         return SecureMean(sums, clients, book)
@@ -156,7 +156,7 @@ def choose_mean(
     if context.account is not None:
         return PrivateMean(context.account, book)
     if streams(settings.aggregator):
-        return StreamingMean(settings.aggregator, book.count, server)
+        return StreamingMean(settings.aggregator, book.count, clients)
     if settings.aggregator.kind != "mean":
         return RobustMean(settings.aggregator, context.population.cohort_size, context.ledger.path.parent)
     return PlainMean(book, settings.divide_by)
