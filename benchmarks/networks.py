@@ -1,6 +1,7 @@
 """Which networks the stacked executor takes and how, whether they train as `sequential` trains them, and how fast."""
 
 import copy
+import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,15 @@ from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Cohort, Executor, Sequential, Task, stacked
 from fedsieve.federation.work import Draws, local_work
 from fedsieve.model.build import build_classifier
+from fedsieve.model.scheme import WAYS
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import WAYS
 from fedsieve.train.feed import Feed
 
 CLASSES, CLIENTS, IMAGES, STEPS = 5, 3, 4, 1
 PIXELS = (64, 128, 224, 240, 256)  # the first that a network takes
 LARGE = 20_000_000  # weights: such a network is shortened, if its family's options allow
 EQUAL = 1e-3  # of an update, in float32
+LARGEST = 100_000_000  # weights: more would not fit into a small machine's memory in float64
 SOURCES = ("timm", "torchvision", "transformers")
 HOW = {
     "rules": "stacked",
@@ -38,7 +40,7 @@ HOW = {
     "whole": "general",
     "": "one by one",
 }
-SMOKE = ("resnet", "convnext", "swin_transformer")
+SMOKE = ("starnet", "mambaout")
 TORCHVISION = [
     "alexnet",
     "convnext_tiny",
@@ -128,12 +130,15 @@ def networks(
                 continue
             say(" | ".join(map(shown, row)))
             result.rows.append(row)
+            gc.collect()  # a stack and its modules' forward passes hold each other
     return result
 
 
 def _row(member: Member, device: torch.device, seconds: float) -> tuple[Cell, ...]:
     net, pixels = _built(member)
     weights = sum(parameter.numel() for parameter in net.parameters())
+    if weights > LARGEST:
+        raise FedsieveError(f"{member.name} has {weights / 1e6:.0f} M weights. At most {LARGEST // 10**6} M are tried")
     plain, cohort = _sequential(copy.deepcopy(net), pixels, device)
     own, _ = _sequential(net, pixels, device)
     how, faults = "", list[str]()

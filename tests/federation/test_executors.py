@@ -19,8 +19,9 @@ from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, mak
 from fedsieve.federation.work import Draws, local_work
 from fedsieve.model.build import build_classifier
 from fedsieve.model.layers import _Gelu, gelu
+from fedsieve.model.scheme import WAYS
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import WAYS, Stack
+from fedsieve.model.stack import Stack
 from fedsieve.train.feed import Feed
 
 VIT = {"patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}

@@ -15,8 +15,9 @@ from torchvision.models.convnext import LayerNorm2d
 
 from fedsieve.errors import FedsieveError
 from fedsieve.model.layers import rules
+from fedsieve.model.scheme import WAYS
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import WAYS, Stack
+from fedsieve.model.stack import Stack
 
 CLIENTS, BATCH = 3, 2
 MAPS, TOKENS = (4, 9, 7), (5, 4)  # channels, height, width; tokens, features

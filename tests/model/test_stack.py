@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
 from fedsieve.model.build import build_classifier
+from fedsieve.model.scheme import WAYS
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import WAYS, Stack
+from fedsieve.model.stack import Stack
 
 
 def refusal(net: nn.Module, *shape: int, way="rules") -> str:

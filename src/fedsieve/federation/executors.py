@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from fedsieve.config import Correction, Optimizer
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.work import Work, side_by_side
+from fedsieve.model.scheme import WAYS, Way
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import WAYS, Stack, Way, computed_in
+from fedsieve.model.stack import Stack, computed_in
 from fedsieve.train.feed import Autocast, Feed
 from fedsieve.train.optimizers import adamw_update, gradient_factor, sgd_update
 from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
@@ -319,8 +320,8 @@ def stacked(
             fault = fault or error
             continue
         if way != "rules":
-            reason = next(iter(executor.stack.strange.values()), fault)
-            warnings.warn(f"executor: {reason}. {executor.stack.mapping()}", stacklevel=3)
+            reason = next(iter(executor.stack.scheme.strange.values()), fault)
+            warnings.warn(f"executor: {reason}. {executor.stack.scheme.mapping()}", stacklevel=3)
         elif task.speed in COMPILING:
             say(TOLD)
         return executor

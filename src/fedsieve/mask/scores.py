@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from fedsieve.errors import FedsieveError
+from fedsieve.model.scheme import WAYS, Way
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import WAYS, Stack, Way, computed_in
+from fedsieve.model.stack import Stack, computed_in
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Autocast = Callable[[], AbstractContextManager]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Forward = Callable[[Tensor], Tensor]
 
 
-class Rule(NamedTuple):
+class LayerRule(NamedTuple):
     """How layers of one type are stacked."""
 
     make: Callable[..., Forward]  # of the layer, the stack, and the names of the layer's parameters in the model
@@ -270,23 +270,23 @@ def _padding(module: Any) -> str:
 
 
 @functools.cache
-def rules() -> dict[type[nn.Module], Rule]:
+def rules() -> dict[type[nn.Module], LayerRule]:
     """The rule of every layer that has one, by its exact type."""
     from timm.layers import layer_scale, norm, norm_act, std_conv
     from timm.layers.conv2d_same import Conv2dSame
     from timm.layers.linear import Linear
     from torchvision.models.convnext import LayerNorm2d
 
-    def normed(make: Callable[..., Forward], refuse: Callable[[Any], str] = _fast) -> Rule:
-        return Rule(make, refuse, norm=True)
+    def normed(make: Callable[..., Forward], refuse: Callable[[Any], str] = _fast) -> LayerRule:
+        return LayerRule(make, refuse, norm=True)
 
-    linear, gain = Rule(_linear), frozenset({"weight", "gain"})
+    linear, gain = LayerRule(_linear), frozenset({"weight", "gain"})
     plain, plain_2d = normed(_last_axes(_layer_norm)), normed(_channels(_layer_norm_2d))
     rms, rms_2d = normed(_last_axes(_rms_norm)), normed(_channels(_rms_norm_2d))
     batch = normed(_channels(_batch_norm), _batch_statistics)
     batch_act = normed(_channels(_batch_norm, _drop_and_act), _batch_statistics)
     group, group_act = normed(_channels(_group_norm)), normed(_channels(_group_norm, _drop_and_act))
-    conv, conv_same = Rule(_conv(), _padding), Rule(_conv(_same), _padding)
+    conv, conv_same = LayerRule(_conv(), _padding), LayerRule(_conv(_same), _padding)
     std, std_same = _conv(filters=_standardised), _conv(_same, _standardised)
     return {
         nn.Linear: linear,
@@ -308,15 +308,15 @@ def rules() -> dict[type[nn.Module], Rule]:
         norm.GroupNorm1: group,
         norm_act.GroupNormAct: group_act,
         norm_act.GroupNorm1Act: group_act,
-        layer_scale.LayerScale2d: Rule(_layer_scale_2d, needs=frozenset({"gamma"})),
+        layer_scale.LayerScale2d: LayerRule(_layer_scale_2d, needs=frozenset({"gamma"})),
         nn.Conv1d: conv,
         nn.Conv2d: conv,
         nn.Conv3d: conv,
         Conv2dSame: conv_same,
         std_conv.StdConv2d: normed(std, _padding),
         std_conv.StdConv2dSame: normed(std_same, _padding),
-        std_conv.ScaledStdConv2d: Rule(std, _padding, gain, norm=True),
-        std_conv.ScaledStdConv2dSame: Rule(std_same, _padding, gain, norm=True),
+        std_conv.ScaledStdConv2d: LayerRule(std, _padding, gain, norm=True),
+        std_conv.ScaledStdConv2dSame: LayerRule(std_same, _padding, gain, norm=True),
     }
 
 

@@ -72,13 +72,13 @@ class _Attention(TorchFunctionMode):
         if function is F.multi_head_attention_forward:  # it calls fused attention where no mode sees it
             with sdpa_kernel(SDPBackend.MATH):
                 return function(*inputs, **named)
-        if function is not F.scaled_dot_product_attention or inputs[0].dim() < 3:
+        given = (
+            dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), inputs, strict=False)) | named
+        )
+        if function is not F.scaled_dot_product_attention or given["query"].dim() < 3:
             return function(*inputs, **named)
-        query, key, value, *rest = inputs
-        mask = rest[0] if rest else named.get("attn_mask")
-        more = {name: value for name, value in named.items() if name != "attn_mask"}
-        more |= dict(zip(("dropout_p", "is_causal"), rest[1:], strict=False))
-        return _Fused.apply(query, key, value, mask, tuple(sorted(more.items())))
+        tensors = [given.pop(name, None) for name in ("query", "key", "value", "attn_mask")]
+        return _Fused.apply(*tensors, tuple(sorted(given.items())))
 
 
 class _Fused(torch.autograd.Function):
@@ -93,7 +93,9 @@ class _Fused(torch.autograd.Function):
         """Nothing is saved: vmap calls what is below, and torch differentiates that."""
 
     @staticmethod
-    def vmap(info: Any, dims: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: Any) -> Any:
+    def vmap(info: Any, dims: Any, *given: Any) -> Any:
+        query, key, value, mask, more = given
+
         def laid(tensor: Tensor, dim: int | None) -> Tensor:
             whole = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             return whole.flatten(0, 1)

@@ -6,9 +6,9 @@ plain autograd, so fused attention, autocast, torch.compile and CUDA graphs work
 """
 
 import copy
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,17 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsieve.errors import FedsieveError
-from fedsieve.model.layers import as_images, as_rows, gelu, rules, token_scales
+from fedsieve.model.layers import as_images, as_rows, gelu, rules
 from fedsieve.model.mapped import mapped
+from fedsieve.model.scheme import Scheme, Way
 from fedsieve.model.space import ParamSpace
 
 # Outputs, and gradients by the name of what they are taken by.
 Results = tuple[Tensor, dict[str, Tensor]]
-# How far above a layer without a rule the module begins that is mapped: nowhere (such a layer is refused), at the layer, at the
-# module around it, at the network.
-Way = Literal["rules", "layers", "around", "whole"]
-WAYS: tuple[Way, ...] = ("rules", "layers", "around", "whole")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Where a network is checked: in the first of these types that it computes in, to this relative error.
 PRECISIONS = ((torch.float64, 1e-5), (torch.float32, 1e-3))
 
@@ -39,7 +35,7 @@ class Stack:
     tokens and position embeddings too, so that what they are added to does not become twice as wide in memory.
     `whole` also takes the gradients of tensors outside the support, for their norms. With `alike`, all copies have the model's own
     weights, which take no memory then, and only their gradients differ. `compile` is what the network goes through. `way` is for
-    layers without a rule, and `strange` says in the end which of them there are, and why.
+    layers without a rule.
     """
 
     def __init__(
@@ -69,9 +65,7 @@ class Stack:
             for name, start, first, last in zip(space.names, space.offsets, cuts, cuts[1:], strict=False)
             if first < last or whole
         }
-        self.homes = {parameter: name for name, parameter in parameters.items()}  # of tied ones, the first name
-        self.strange = self._strange(spans)
-        self.regions = self._regions()
+        self.scheme = Scheme(model, spans, way)
         for name, (start, first, last) in spans.items():
             if parameters[name]._backward_hooks:
                 raise FedsieveError(f"{name} has a hook")
@@ -143,82 +137,24 @@ class Stack:
         path = name.rpartition(".")[0]
         owner = self.model.get_submodule(path)
         rule = rules().get(type(owner))
-        kept = self.cast is None or (rule is not None and rule.norm) or self._region(path) is not None
+        kept = self.cast is None or (rule is not None and rule.norm) or self.scheme.region(path) is not None
         return self.model.get_parameter(name).dtype if kept else self.cast  # type: ignore[return-value]
-
-    def _own(self, module: nn.Module) -> dict[str, str]:
-        """The names in the model of the module's own parameters, by their names in the module."""
-        return {name: self.homes[parameter] for name, parameter in module.named_parameters(recurse=False)}
-
-    def _strange(self, wanted: Container[str]) -> dict[str, str]:
-        """The modules that cannot be stacked by a rule, and why; of those that own `wanted` parameters."""
-        found = {}
-        for path, module in self.model.named_modules():
-            names = self._own(module)
-            mine = [name for name in names.values() if name in wanted]
-            if mine and (reason := self._reason(module, names.keys(), mine)):
-                found[path] = f"{path or 'it'} ({type(module).__name__}) {reason}"
-        if found and self.way == "rules":
-            raise FedsieveError(next(iter(found.values())))
-        return found
-
-    def _reason(self, module: nn.Module, names: Collection[str], mine: list[str]) -> str:
-        """Why no rule stacks the module; empty if one does."""
-        rule = rules().get(type(module))
-        if rule is None and isinstance(module, tuple(rules())):
-            return "is no layer that stacking knows"
-        if rule is not None:
-            if set(names) - {"bias"} != rule.needs:
-                return f"has {', '.join(names)} instead of a weight and a bias"
-            if "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS):
-                return "has a hook or a forward pass of its own"
-            return rule.refuse(module)
-        # Bare parameters are swapped for one per image. That is right for tokens and, among tokens, for layer scales; where
-        # another way is open, only for those of known kinds.
-        for name in mine:
-            shape = self.model.get_parameter(name).shape
-            token = len(shape) > 2 and shape[0] == 1
-            scale = len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
-            if not token and not (scale and (self.way == "rules" or type(module) in token_scales())):
-                return f"has {name.rpartition('.')[2]} of shape {tuple(shape)}, which cannot be stacked"
-        return ""
-
-    def _regions(self) -> list[str]:
-        """The outermost modules that are mapped."""
-        if self.way == "whole":
-            return [""]
-        starts = set()
-        for path in self.strange:
-            start = path.rpartition(".")[0] if self.way == "around" else path
-            while isinstance(self.model.get_submodule(start), (nn.ModuleList, nn.ModuleDict, nn.ParameterList)):
-                start = start.rpartition(".")[0]  # they hold modules, and are not called
-            starts.add(start)
-        return [start for start in starts if not any(_inside(start, other) for other in starts - {start})]
-
-    def _region(self, path: str) -> str | None:
-        """The mapped module that a module is in, or is."""
-        return next((region for region in self.regions if _inside(path, region)), None)
-
-    def mapping(self) -> str:
-        """Says what is mapped, and what to do about it."""
-        kinds = {type(self.model.get_submodule(region)).__name__ for region in self.regions}
-        what = "The whole network" if "" in self.regions else f"What has no rule ({', '.join(sorted(kinds))})"
-        return f"{what} runs through torch.vmap, which gives the same and may be slower. docs/design.md names the layers with rules"
 
     def _plan(self) -> tuple[dict[nn.Module, Callable[..., Any]], dict[str, str]]:
         """The modules to replace, and the parameters to replace that no layer of a known kind owns."""
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         bare: dict[str, str] = {}
         for path, module in self.model.named_modules():
-            if (region := self._region(path)) is not None:
+            if (region := self.scheme.region(path)) is not None:
                 if path == region:
-                    forwards[module] = mapped(module, self._within(module), self.clients)
+                    inner = {name: self.leaves[home] for name, home in self.scheme.within(module).items()}
+                    forwards[module] = mapped(module, inner, self.clients)
                 continue
             exact = type(module) is nn.GELU and module.approximate == "none" and "forward" not in vars(module)
             if self.cast is not None and exact:
                 forwards[module] = self._gelu
                 continue
-            names = self._own(module)
+            names = self.scheme.own(module)
             mine = {f"{path}.{name}".lstrip("."): home for name, home in names.items() if home in self.leaves}
             rule = rules().get(type(module))
             layer: bool = isinstance(module, tuple(rules()))
@@ -229,15 +165,6 @@ class Stack:
             every = {f"{path}.{name}".lstrip("."): home for name, home in names.items()}
             bare |= mine if self.cast is None else every
         return forwards, bare
-
-    def _within(self, module: nn.Module) -> dict[str, Tensor]:
-        """The leaves of all parameters in a module, by all of their names in it, but once for a module in two places."""
-        return {
-            f"{path}.{name}".lstrip("."): self.leaves[home]
-            for path, inner in module.named_modules()
-            for name, home in self._own(inner).items()
-            if home in self.leaves
-        }
 
     def _gelu(self, inputs: Tensor) -> Tensor:
         """In the shape of the products before and behind, whose bias it is fused with."""
@@ -335,10 +262,6 @@ class Stack:
         except Exception as error:  # networks fail in their own ways
             raise FedsieveError(_does_not_stack(error)) from None
         return outputs.unflatten(0, (self.clients, -1))
-
-
-def _inside(path: str, region: str) -> bool:
-    return not region or path == region or path.startswith(f"{region}.")
 
 
 def _does_not_stack(error: Exception) -> str:
