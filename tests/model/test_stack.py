@@ -186,7 +186,7 @@ RIGHT: dict[str, dict] = {
     "lcnet_035": {},
     "dla46x_c": {},
     "cspnext_tiny": {},
-    "resnetv2_50x1_bit": {"layers": [1, 1, 1, 1], "width_factor": 0.25, "stem_chs": 8},
+    "resnetv2_18": {},
     "mobilevit_xxs": {},
     "vovnet39a": {"stage_conv_chs": [8, 8, 8, 8], "stage_out_chs": [8, 8, 16, 16], "block_per_stage": [1, 1, 1, 1]},
 }
@@ -204,10 +204,10 @@ MAPPED: dict[str, dict] = {
     "swin_tiny_patch4_window7_224": {"embed_dim": 12, "depths": (1, 1), "num_heads": (1, 2)},
     "levit_128s": {"embed_dim": (16, 24, 32), "depth": (1, 1, 1), "num_heads": (1, 1, 1), "key_dim": 8},
     "edgenext_xx_small": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "heads": (2, 2, 2, 2)},
-    "poolformerv2_s12": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
+    "inception_next_atto": {},
     "test_coatnet": {},
     "beit_base_patch16_224": {"embed_dim": 12, "depth": 1, "num_heads": 2},
-    "mvitv2_tiny": {"depths": (1, 1), "embed_dim": 8},
+    "hgnetv2_b0": {},
 }
 
 
