@@ -32,6 +32,7 @@ BENCHMARKS = {
     "wire": "Bytes of messages against dense, the entropy limit, COO, bitmasks, zstd and top-k, and their speed.",
     "mask": "Seconds of Fisher scores, per sample against per batch, and of calibration.",
     "loop": "The share of the central training loop that is forward, backward and step.",
+    "networks": "Which networks of timm, torchvision and transformers stack, how, and how fast.",
     "sparse": "Step time and memory with masks of each granularity, against dense.",
     "optimizer": "The optimizer step at several densities, against torch's fused dense one.",
     "distributed": "Rounds of 1,000 small clients on two processes, against one.",

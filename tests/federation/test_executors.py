@@ -15,11 +15,13 @@ from fedsieve.config import Correction, Data, Local, Model, Optimizer
 from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
 from fedsieve.errors import FedsieveError
-from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor
+from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor, stacked
 from fedsieve.federation.work import Draws, local_work
 from fedsieve.model.build import build_classifier
+from fedsieve.model.layers import _Gelu, gelu
+from fedsieve.model.scheme import WAYS
 from fedsieve.model.space import ParamSpace
-from fedsieve.model.stack import Stack, _Gelu, gelu
+from fedsieve.model.stack import Stack
 from fedsieve.train.feed import Feed
 
 VIT = {"patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}
@@ -282,6 +284,57 @@ def test_a_network_that_cannot_be_stacked_trains_one_client_after_another():
         for result in executor.train(Cohort(make_works(task, Local(steps=1)), task.theta.detach().clone()), 0.1)
     ]
     assert len(moved) == 4 and all(part.norm() > 0 for part in moved)
+
+
+SWIN = ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": (2,), "num_heads": (2,), "window_size": 4})
+
+
+@pytest.mark.parametrize("way", ["layers", "whole"])
+@pytest.mark.parametrize(("case", "share"), [("sgd", 1.0), ("rescaled", 0.1), ("fedntd", 0.1), ("scaffold", 1.0)])
+def test_mapped_modules_train_as_one_client_after_another(case, share, way):
+    """Windows and relative positions, uneven clients, and cohorts larger than what is stacked at a time."""
+    moved = {}
+    for kind in ("sequential", way):
+        task = make_task(**CASES[case], backbone=SWIN, size=32)
+        support = None if share == 1 else some(task.space, share)
+        start = task.theta.detach().clone() if support is None else task.theta.detach()[support]
+        control = None
+        if case == "scaffold":
+            control = 0.1 * torch.from_numpy(np.random.default_rng(3).normal(size=(4, len(start))))
+        executor = Sequential(task, support) if kind == "sequential" else Stacked(task, support, 3, 4, print, way)
+        cohort = Cohort(make_works(task, Local(epochs=1)), start, control=control)
+        moved[kind] = torch.cat([result.moved for result in executor.train(cohort, 0.1)])
+    assert moved["sequential"].norm(dim=1).min() > 0
+    assert (moved[way] - moved["sequential"]).norm() / moved["sequential"].norm() < 1e-10
+
+
+@pytest.mark.parametrize("way", ["layers", "whole"])
+def test_mapped_modules_train_alike_in_half_precision(way):
+    found = []
+    for kind, double in (("sequential", True), ("sequential", False), (way, False)):
+        task = make_task(backbone=SWIN, size=32, double=double)
+        if not double:
+            task = replace(task, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+        executor = Sequential(task, None) if kind == "sequential" else Stacked(task, None, 4, 4, print, way)
+        cohort = Cohort(make_works(task, Local(epochs=1)), task.theta.detach().clone())
+        found.append(torch.cat([result.moved for result in executor.train(cohort, 0.05)]).double())
+    reference, *others = found
+    for moved in others:
+        assert (moved - reference).norm() / reference.norm() < 0.05
+
+
+def test_the_first_way_that_is_right_is_taken_and_the_layer_without_a_rule_is_named():
+    task = make_task(backbone=SWIN, size=32)
+    with pytest.warns(UserWarning, match=r"attn \(WindowAttention\) has relative_position_bias_table.*docs/design.md"):
+        executor = stacked(task, None, 3, 4, print, WAYS)
+    assert executor.way == "layers"
+    assert stacked(make_task(), None, 3, 4, print, WAYS).way == "rules"
+
+
+def test_on_a_cpu_modules_are_not_mapped():
+    """`bench networks` shows that it is slower there than one client after another."""
+    with pytest.warns(UserWarning, match="cannot be stacked"):
+        assert isinstance(make_executor("stacked", make_task(backbone=SWIN, size=32), None, 3, 4, print), Sequential)
 
 
 def test_a_layer_that_looks_linear_but_is_not_is_found_out():

@@ -14,15 +14,16 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from fedsieve.config import Model
 from fedsieve.errors import FedsieveError
 from fedsieve.model.build import build_classifier
+from fedsieve.model.scheme import WAYS
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack
 
 
-def refusal(net: nn.Module, *shape: int) -> str:
+def refusal(net: nn.Module, *shape: int, way="rules") -> str:
     """Why a network is not stacked; empty if it is."""
     net.requires_grad_(False)
     try:
-        Stack(net, ParamSpace.of(net), None, 2).check(torch.zeros(2, *shape))
+        Stack(net, ParamSpace.of(net), None, 2, way=way).check(torch.zeros(2, *shape))
     except FedsieveError as error:
         return str(error)
     return ""
@@ -69,6 +70,13 @@ class Lora(nn.Linear):
         return super().forward(inputs) + inputs @ self.down.T @ self.up.T
 
 
+class Leaky(nn.BatchNorm2d):
+    """A BatchNorm with an activation, in a class that no rule knows."""
+
+    def forward(self, inputs):
+        return F.leaky_relu(super().forward(inputs), 0.95)
+
+
 class Penalised(nn.Module):
     """Its output is that of the layer; its gradient also comes from reading the weight."""
 
@@ -102,7 +110,8 @@ def with_forward(layer: nn.Linear) -> nn.Module:
 
 # Networks that compute something else than a stack of their layers would, most of them only a little.
 WRONG = {
-    "activation in BatchNorm": lambda: convolutional(BatchNormAct2d(8, act_layer=lambda inplace: nn.LeakyReLU(0.95))),
+    "activation in a BatchNorm of one's own": lambda: convolutional(Leaky(8)),
+    "BatchNorm with activation that trains": lambda: convolutional(BatchNormAct2d(8)).train(),
     "circular padding": lambda: convolutional(padding_mode="circular"),
     "reflected padding": lambda: convolutional(padding_mode="reflect"),
     "batch statistics": lambda: convolutional(nn.BatchNorm2d(8, track_running_stats=False)),
@@ -131,7 +140,6 @@ WRONG = {
     "parametrized weight_norm": lambda: flat(parametrizations.weight_norm(nn.Linear(12, 12))),
     "spectral_norm": lambda: flat(spectral_norm(nn.Linear(12, 12))),
     "parametrized spectral_norm": lambda: flat(parametrizations.spectral_norm(nn.Linear(12, 12))),
-    "tresnet": lambda: timm.create_model("tresnet_m", num_classes=5, layers=[1, 1, 1, 1], width_factor=0.25).eval(),
     "nfnet": lambda: timm.create_model("test_nfnet", num_classes=5, skipinit=True).eval(),
 }
 
@@ -164,14 +172,62 @@ def test_what_is_outside_the_support_is_checked_where_its_gradient_is_taken_too(
         stack.check(torch.zeros(2, 12))
 
 
-# The smallest of the families that stack, among them those with tokens, scales, depthwise convolutions and BatchNorm.
-RIGHT = ["test_vit", "deit3_small_patch16_224", "test_resnet", "starnet_s050"]
+# Small members of families that rules alone stack: with tokens, scales, depthwise, same-padded and standardised convolutions,
+# several norms, activations in norms, and gates.
+RIGHT: dict[str, dict] = {
+    "test_vit": {},
+    "deit3_small_patch16_224": {"embed_dim": 12, "depth": 2, "num_heads": 2},
+    "test_resnet": {},
+    "starnet_s050": {},
+    "tresnet_m": {"layers": [1, 1, 1, 1], "width_factor": 0.25},
+    "test_nfnet": {},
+    "test_efficientnet": {},
+    "test_byobnet": {},
+    "lcnet_035": {},
+    "dla46x_c": {},
+    "cspnext_tiny": {},
+    "resnetv2_18": {},
+    "mobilevit_xxs": {},
+    "vovnet39a": {"stage_conv_chs": [8, 8, 8, 8], "stage_out_chs": [8, 8, 16, 16], "block_per_stage": [1, 1, 1, 1]},
+}
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_network_of_known_layers_is_stacked(name):
-    small = {"embed_dim": 12, "depth": 2, "num_heads": 2} if name.startswith("deit") else {}
-    assert refusal(build_classifier(Model(backbone=name, weights="none", options=small), 5, 48, 0), 3, 48, 48) == ""
+    net = build_classifier(Model(backbone=name, weights="none", options=RIGHT[name]), 5, 64, 0)
+    assert refusal(net, 3, 64, 64) == ""
+
+
+# Small members of families with layers that have no rule: relative positions, scales inside blocks, heads with scalars.
+MAPPED: dict[str, dict] = {
+    "test_convnext": {},
+    "swin_tiny_patch4_window7_224": {"embed_dim": 12, "depths": (1, 1), "num_heads": (1, 2)},
+    "levit_128s": {"embed_dim": (16, 24, 32), "depth": (1, 1, 1), "num_heads": (1, 1, 1), "key_dim": 8},
+    "edgenext_xx_small": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "heads": (2, 2, 2, 2)},
+    "inception_next_atto": {},
+    "test_coatnet": {},
+    "beit_base_patch16_224": {"embed_dim": 12, "depth": 1, "num_heads": 2},
+    "hgnetv2_b0": {},
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_network_whose_layers_have_no_rule_is_stacked_with_modules_mapped(name):
+    net = build_classifier(Model(backbone=name, weights="none", options=MAPPED[name]), 5, 64, 0)
+    assert refusal(net, 3, 64, 64)
+    assert any(refusal(net, 3, 64, 64, way=way) == "" for way in ("layers", "around"))
+    assert refusal(net, 3, 64, 64, way="whole") == ""
+
+
+def test_a_recurrent_network_is_refused_in_every_way():
+    """vmap has no rule for it."""
+
+    class Last(nn.LSTM):
+        def forward(self, inputs):
+            return super().forward(inputs)[0][:, -1]
+
+    net = nn.Sequential(nn.Unflatten(1, (3, 4)), Last(4, 6, batch_first=True), nn.Linear(6, 5))
+    assert all(refusal(net, 12, way=way) for way in WAYS)
 
 
 class InFloat(nn.Module):

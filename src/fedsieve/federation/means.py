@@ -144,9 +144,7 @@ class ZeroSumMean:
         return total / sum(update.weight for update in updates.values())
 
 
-def choose_mean(
-    context: ServerContext, clients: Clients, book: MaskBook, sums: SecureSums, tally: Tally
-) -> Mean:
+def choose_mean(context: ServerContext, clients: Clients, book: MaskBook, sums: SecureSums, tally: Tally) -> Mean:
     """The mean that an experiment asks for."""
     settings, mode = context.population.settings, context.experiment.privacy.aggregation
     if mode == "secagg":

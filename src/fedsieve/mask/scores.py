@@ -8,17 +8,17 @@ calibration rounds; both are here.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.func import functional_call, grad_and_value
 
 from fedsieve.errors import FedsieveError
+from fedsieve.model.scheme import WAYS, Way
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack, computed_in
 
@@ -92,7 +92,9 @@ def fisher_sum(
     with _eval_mode(model):
         for groups, answers in _groups(_answered(model, batches, draws), single, max(1, most), 64 if on_host else 256):
             if squares is None:
-                make = _stacked if _stacks(model, space, groups[0, :1]) else _mapped if single else _looped
+                # A sample alone is too small for a loop; whole batches are not, and on a CPU a loop is faster than mapping.
+                way = _way(model, space, groups[0, :1], WAYS if single or not on_host else ("rules",))
+                make = functools.partial(_stacked, way) if way else _looped
                 squares = make(model, space, objective, nullcontext if single else autocast)
             healthy &= _add(sums, squares, groups, answers)
             count += answers.numel()
@@ -207,16 +209,16 @@ def _add(sums: Mapping[str, Tensor], squares: Squares, groups: Tensor, answers: 
     return torch.stack([_add(sums, squares, *half) for half in halves]).all()
 
 
-def _stacks(model: nn.Module, space: ParamSpace, inputs: Tensor) -> bool:
-    """Whether copies of the network can be run as one."""
-    try:
-        Stack(model, space, None, 2, alike=True).check(inputs)
-    except FedsieveError:
-        return False
-    return True
+def _way(model: nn.Module, space: ParamSpace, inputs: Tensor, ways: Sequence[Way]) -> Way | None:
+    """The first of the ways to run copies of the network as one that is right for it, if any is."""
+    for way in ways:
+        with contextlib.suppress(FedsieveError):
+            Stack(model, space, None, 2, alike=True, way=way).check(inputs)
+            return way
+    return None
 
 
-def _stacked(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
+def _stacked(way: Way, model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
     """Groups as copies of one network, all at once."""
     stacks, cast = dict[int, Stack](), computed_in(autocast, next(model.parameters()).device)
 
@@ -224,7 +226,7 @@ def _stacked(model: nn.Module, space: ParamSpace, objective: Objective, autocast
     def squares(groups: Tensor, answers: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         count = len(groups)
         if count not in stacks:
-            stacks[count] = Stack(model, space, None, count, cast, alike=True)
+            stacks[count] = Stack(model, space, None, count, cast, alike=True, way=way)
         with autocast():
             logits = stacks[count](groups.flatten(0, 1))
         value = objective(logits.unflatten(0, (count, -1)), answers)
@@ -233,20 +235,8 @@ def _stacked(model: nn.Module, space: ParamSpace, objective: Objective, autocast
     return squares
 
 
-def _mapped(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
-    """Groups through vmap, which knows more networks than a stack, and is slower."""
-    weights, differentiate = _differentiated(model, space, objective, autocast)
-
-    def squares(groups: Tensor, answers: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
-        with sdpa_kernel(SDPBackend.MATH):  # it has no rules for fused attention: it would loop, with a warning
-            gradients, values = vmap(differentiate, in_dims=(None, 0, 0))(weights, groups, answers)
-        return _squared(gradients.items()), values
-
-    return squares
-
-
 def _looped(model: nn.Module, space: ParamSpace, objective: Objective, autocast: Autocast) -> Squares:
-    """Groups one after the other: vmap has no rules for mixed-precision attention and LayerNorm either."""
+    """Groups one after the other."""
     weights, differentiate = _differentiated(model, space, objective, autocast)
 
     def squares(groups: Tensor, answers: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
