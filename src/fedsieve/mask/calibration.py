@@ -203,7 +203,7 @@ def _layer_kind(module: nn.Module, attention: bool, name: str) -> str:
         return "norm"
     if isinstance(module, CONVOLUTIONS):
         return "conv"
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":  # which is GPT-2's linear layer
         return "attention" if attention else "linear"
     # Some attention modules own the joint projection or its bias themselves.
     return "attention" if attention and name.endswith(("proj_weight", "_bias")) else "other"
