@@ -1,7 +1,7 @@
 """Clients in this process: all of a simulation, or the one of a node. They train, send their updates and answer questions."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,9 @@ from fedsieve.federation.executors import Cohort, Executor, Task, Trained
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.parts import ClientPart, Upload, client_parts
 from fedsieve.federation.secure import ASTRAY, PAD, Departures, Inputs, Kept, departures
-from fedsieve.federation.server import Rounds
-from fedsieve.federation.state import Context, ServerContext, ServerState
+from fedsieve.federation.state import Context, ServerContext
 from fedsieve.federation.vectors import squares_by_span
 from fedsieve.federation.work import Draws, Work, local_work
-from fedsieve.mask.mask import Mask
 from fedsieve.privacy.secagg import Arrival, in_process
 from fedsieve.train.feed import Feed
 from fedsieve.wire.codec import Coding, Decoded, MessageError
@@ -341,23 +339,10 @@ class LocalExchange:
         return iter(self.carry(phase, messages))
 
 
-def local_rounds(
-    context: ServerContext,
-    stage: Stage,
-    task: Task,
-    state: ServerState | None = None,
-    validate: Callable[[], dict[str, float]] = dict,
-    save: Callable[[str, Mask], None] = lambda *_: None,
-) -> Rounds:
-    """A stage whose clients are in this process, from its start or from a saved `state`.
-
-    `validate` measures the model, and `save` keeps new masks.
-    """
-    state = state or ServerState(task.theta.detach().clone())
-    book = MaskBook(context, stage, task.space, task.theta, state.masks, save)
-    training = Training(context, stage, task, book, client_parts(context, book), state.clients_at_once)
-    clients = LocalClients(context, stage.name, task.feed, local_channel(context, stage.name), training)
-    return Rounds(context, stage, book, clients, state, validate)
+def local_clients(context: ServerContext, task: Task, book: MaskBook, at_once: int | None = None) -> LocalClients:
+    """The clients of a stage, all in this process. `at_once` is known from earlier rounds."""
+    training = Training(context, book.stage, task, book, client_parts(context, book), at_once)
+    return LocalClients(context, book.stage.name, task.feed, local_channel(context, book.stage.name), training)
 
 
 def local_channel(context: ServerContext, stage: str) -> Channel:
