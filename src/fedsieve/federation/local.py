@@ -26,7 +26,7 @@ from fedsieve.wire.codec import Coding, Decoded, MessageError
 
 @dataclass(frozen=True, eq=False)
 class TrainedGroup:
-    """Some clients that have trained: who, what they did, and what they want to send."""
+    """Some clients after their training: their numbers, their work, and the values they want to send."""
 
     clients: list[int]
     worked: Worked
@@ -175,7 +175,7 @@ class LocalClients:
     # --- messages down -----------------------------------------------------------------------------------------------
 
     def call(self, cohort: Sequence[int], round: int) -> list[int]:
-        """Draw what becomes of the clients of a round; gives those who can be reached."""
+        """Draw the fates of the clients of a round. Returns those that can be reached."""
         self.fates = {client: self.people.fate(self.stage, round, client) for client in cohort}
         self.leaves = departures(self.channel.seed, self.stage, round, self.fates) if self.secret else {}
         if any(device.delay for device in self.people.settings.devices):
@@ -196,7 +196,7 @@ class LocalClients:
     # --- training ----------------------------------------------------------------------------------------------------
 
     def train(self, cohort: Sequence[int], round: int, lr: float) -> Iterator[TrainReply]:
-        """Train those who can, and give what they send as the server receives it."""
+        """Train the clients that can, and give their messages as the server receives them."""
         silent = {client: why for client in cohort if (why := self._silence(client))}
         tally, gone = self.channel.tally, [client for client, why in silent.items() if why == "unavailable"]
         tally.silence("model", gone, round, "down", "unavailable")
@@ -248,7 +248,7 @@ class LocalClients:
             yield self._settle(Upload(client, moved[clients.index(client)], held, replies[client]), round)
 
     def _settle(self, upload: Upload, round: int) -> Update | Refusal:
-        """The server's verdict on what a client sent, and what the client remembers of it."""
+        """Judge the upload of a client, and have the client remember the outcome."""
         client, errors = upload.client, [reply for reply in upload.replies.values() if isinstance(reply, MessageError)]
         if not self.final:
             self.memory.propose(client, round, {taken: self._remembered(upload, taken) for taken in (True, False)})
@@ -293,11 +293,11 @@ class LocalClients:
     # --- secure sums -------------------------------------------------------------------------------------------------
 
     def kept(self) -> list[int]:
-        """Everyone who was reached is asked, also those who crash on the way."""
+        """All clients that were reached, including those that crash on the way."""
         return [client for client, fate in self.fates.items() if fate != "unavailable"]
 
     def exchange(self, secret: SecretSum) -> Exchange:
-        """A secure sum among the clients here; those whose fate it is are lost on the way."""
+        """A secure sum among the clients here. Simulated failures drop clients on the way."""
         return LocalExchange(self, secret)
 
     def integers(self, secret: SecretSum, client: int) -> np.ndarray:
@@ -335,7 +335,7 @@ class LocalExchange:
         self.carry = in_process(sums, secret.threshold, drops, secret.round, deliver)
 
     def __call__(self, phase: int, messages: Mapping[int, bytes]) -> Iterator[Arrival]:
-        """Bring a phase's messages to the clients, and give what comes back."""
+        """Bring a phase's messages to the clients, and give their answers."""
         return iter(self.carry(phase, messages))
 
 
