@@ -24,11 +24,12 @@ from fedsieve.data.store import ImageStore
 from fedsieve.data.transforms import HALF, make_transform
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.executors import Stacked, Task
-from fedsieve.federation.local import LocalClients, Training, local_rounds
+from fedsieve.federation.local import LocalClients, Training, local_clients
+from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.memory import ClientMemory
 from fedsieve.federation.population import make_population
 from fedsieve.federation.server import Rounds
-from fedsieve.federation.state import ServerContext
+from fedsieve.federation.state import ServerContext, ServerState
 from fedsieve.model.build import Classifier, build_classifier, trainable_names
 from fedsieve.model.space import ParamSpace
 from fedsieve.randomness import generator
@@ -120,7 +121,9 @@ def federation(
         theta = space.bind(model)
         stage = experiment.stages[0]
         task = Task(model, space, theta, feed, stage.optimizer, settings.correction, context.autocast, speed)
-        yield local_rounds(context, stage, task)
+        state = ServerState(task.theta.detach().clone())
+        book = MaskBook(context, stage, task.space, task.theta, state.masks)
+        yield Rounds(context, stage, book, local_clients(context, task, book), state)
 
 
 def training_of(stage: Rounds) -> Training:

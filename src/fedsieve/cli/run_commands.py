@@ -43,7 +43,7 @@ def demo(
     dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fine-tune a small pretrained vision transformer on embedded data, in a minute, with nothing to download.
+    """Fine-tune a small pretrained vision transformer on embedded data, with nothing to download.
 
     The demo is an ordinary experiment: save `fedsieve demo --show` to a file, change it, and `fedsieve run` it.
     """

@@ -48,7 +48,7 @@ class Aggregator:
         """The state before the first update of k values."""
 
     def add(self, state: Any, update: Any) -> Any:
-        """Take up an update; what it returns is the new state, unless that is None."""
+        """Add an update. Returns the new state; None leaves the state as it is."""
 
     def finish(self, state: Any, server: Any) -> Tensor:
         """The server's update (k,). `server.update(data)` is the update that a client with this data would send."""
@@ -228,7 +228,7 @@ def _by_block(updates: Updates, rule: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _blocks(updates: Updates, values: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Some coordinates at a time, and what all updates have there, (C, w): so many values in all."""
+    """Yield some coordinates at a time, with the values (C, w) of all updates there."""
     updates, shares = (updates.updates, updates.shares) if isinstance(updates, Mixed) else (updates, None)
     first = updates[0]
     values = values or (2**20 if first.device.type == "cpu" else 2**24)  # near a CPU's caches, or to keep a GPU busy

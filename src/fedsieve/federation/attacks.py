@@ -12,7 +12,7 @@ from fedsieve.randomness import generator
 
 
 def hostile_clients(seed: int, clients: int, share: float) -> np.ndarray:
-    """Which of the clients numbered below `clients` are hostile, ascending: the same ones for the whole experiment."""
+    """The hostile clients among those numbered below `clients`, ascending. They stay the same for the whole experiment."""
     count = round(share * clients)
     return np.sort(generator(seed, "hostile").choice(clients, count, replace=False, shuffle=False))
 

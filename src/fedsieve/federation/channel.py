@@ -53,7 +53,7 @@ class Parcel:
     def seal_rows(
         self, rows: Tensor, clients: Sequence[int], ns: Sequence[int], keys: Sequence[int]
     ) -> list[memoryview]:
-        """A message from each client. Values that are not finite travel too: it is the server who refuses."""
+        """A message from each client. Values that are not finite travel too: only the server refuses them."""
         return encode_many(
             rows,
             self.coding,
@@ -112,7 +112,7 @@ class Tally:
 
 
 class Channel:
-    """Codes messages within one process, counts them, and damages or delays those whose fate it is."""
+    """Codes and counts messages within one process, and simulates damaged and late ones."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ TrainReply = Worked | Update | Refusal
 
 @dataclass(frozen=True, eq=False)
 class SecretSum:
-    """One secure sum: of what, in which integers, and over whom."""
+    """The terms of one secure sum: its subject, its integers and its clients."""
 
     what: str
     round: int
@@ -80,7 +80,7 @@ class Exchange(Protocol):
     why: Mapping[int, str]  # clients that are known to vanish on the way, and why
 
     def __call__(self, phase: int, messages: Mapping[int, bytes]) -> Iterable[Arrival]:
-        """Bring a phase's messages to the clients, and give what comes back."""
+        """Bring a phase's messages to the clients, and give their answers."""
 
 
 class Features(Protocol):
@@ -141,7 +141,7 @@ class Clients(Protocol):
         """The number of clients that train at a time, where memory limits it."""
 
     def call(self, cohort: Sequence[int], round: int) -> list[int]:
-        """Find out who of a cohort can be reached in a round. The calls that follow are about this round."""
+        """Find out which clients of a cohort can be reached in a round. The calls that follow are about this round."""
 
     def tell(self, parcel: Parcel, clients: Sequence[int], values: Tensor | None = None) -> Decoded:
         """Send the same to each of `clients`, and give it as they receive it."""
@@ -159,17 +159,17 @@ class Clients(Protocol):
         """The answers of `clients`; where all are `needed`, of all that can be had, or the run ends."""
 
     def keep(self, ask: Ask, clients: Sequence[int], needed: bool) -> list[int]:
-        """Have clients keep their answers for a secure sum, and give those who did."""
+        """Have clients keep their answers for a secure sum. Returns the clients that did."""
 
     def exchange(self, secret: SecretSum) -> Exchange:
-        """Start a secure sum of what clients have kept."""
+        """Start a secure sum of the values that clients have kept."""
 
 
 # --- the replies of one round ------------------------------------------------------------------------------------------
 
 
 class Receiver(Protocol):
-    """Takes up what comes with an accepted update."""
+    """Receives accepted updates, with their further messages."""
 
     def receive(self, update: Update) -> None: ...
 
@@ -203,7 +203,7 @@ class Replies:
             pass
 
     def settle(self, taken: Iterable[int], refused: Mapping[int, str]) -> None:
-        """Take over who is in a sum of updates that stayed with the clients, and why others are not."""
+        """Note which clients are in a secure sum of updates, and why others are not."""
         self.taken = list(taken)
         self.count = len(self.taken)
         self.refused |= refused

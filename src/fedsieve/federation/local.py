@@ -1,7 +1,7 @@
 """Clients in this process: all of a simulation, or the one of a node. They train, send their updates and answer questions."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,9 @@ from fedsieve.federation.executors import Cohort, Executor, Sequential, Task, Tr
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.parts import ClientPart, Upload, client_parts
 from fedsieve.federation.secure import ASTRAY, PAD, Departures, Inputs, Kept, departures
-from fedsieve.federation.server import Rounds
-from fedsieve.federation.state import Context, ServerContext, ServerState
+from fedsieve.federation.state import Context, ServerContext
 from fedsieve.federation.vectors import squares_by_span
 from fedsieve.federation.work import Draws, Work, local_work
-from fedsieve.mask.mask import Mask
 from fedsieve.privacy.secagg import Arrival, in_process
 from fedsieve.train.feed import Examples, tensor_feed
 from fedsieve.wire.codec import Coding, Decoded, MessageError
@@ -29,7 +27,7 @@ from fedsieve.wire.codec import Coding, Decoded, MessageError
 
 @dataclass(frozen=True, eq=False)
 class TrainedGroup:
-    """Some clients that have trained: who, what they did, and what they want to send."""
+    """Some clients after their training: their numbers, their work, and the values they want to send."""
 
     clients: list[int]
     worked: Worked
@@ -192,7 +190,7 @@ class LocalClients:
     # --- messages down -----------------------------------------------------------------------------------------------
 
     def call(self, cohort: Sequence[int], round: int) -> list[int]:
-        """Draw what becomes of the clients of a round; gives those who can be reached."""
+        """Draw the fates of the clients of a round. Returns those that can be reached."""
         self.fates = {client: self.people.fate(self.stage, round, client) for client in cohort}
         self.leaves = departures(self.channel.seed, self.stage, round, self.fates) if self.secret else {}
         if any(device.delay for device in self.people.settings.devices):
@@ -213,7 +211,7 @@ class LocalClients:
     # --- training ----------------------------------------------------------------------------------------------------
 
     def train(self, cohort: Sequence[int], round: int, lr: float) -> Iterator[TrainReply]:
-        """Train those who can, and give what they send as the server receives it."""
+        """Train the clients that can, and give their messages as the server receives them."""
         silent = {client: why for client in cohort if (why := self._silence(client))}
         tally, gone = self.channel.tally, [client for client, why in silent.items() if why == "unavailable"]
         tally.silence("model", gone, round, "down", "unavailable")
@@ -269,7 +267,7 @@ class LocalClients:
             yield self._settle(Upload(client, moved[clients.index(client)], held, replies[client]), round)
 
     def _settle(self, upload: Upload, round: int) -> Update | Refusal:
-        """The server's verdict on what a client sent, and what the client remembers of it."""
+        """Judge the upload of a client, and have the client remember the outcome."""
         client, errors = upload.client, [reply for reply in upload.replies.values() if isinstance(reply, MessageError)]
         if not self.final:
             self.memory.propose(client, round, {taken: self._remembered(upload, taken) for taken in (True, False)})
@@ -314,11 +312,11 @@ class LocalClients:
     # --- secure sums -------------------------------------------------------------------------------------------------
 
     def kept(self) -> list[int]:
-        """Everyone who was reached is asked, also those who crash on the way."""
+        """All clients that were reached, including those that crash on the way."""
         return [client for client, fate in self.fates.items() if fate != "unavailable"]
 
     def exchange(self, secret: SecretSum) -> Exchange:
-        """A secure sum among the clients here; those whose fate it is are lost on the way."""
+        """A secure sum among the clients here. Simulated failures drop clients on the way."""
         return LocalExchange(self, secret)
 
     def integers(self, secret: SecretSum, client: int) -> np.ndarray:
@@ -356,27 +354,14 @@ class LocalExchange:
         self.carry = in_process(sums, secret.threshold, drops, secret.round, deliver)
 
     def __call__(self, phase: int, messages: Mapping[int, bytes]) -> Iterator[Arrival]:
-        """Bring a phase's messages to the clients, and give what comes back."""
+        """Bring a phase's messages to the clients, and give their answers."""
         return iter(self.carry(phase, messages))
 
 
-def local_rounds(
-    context: ServerContext,
-    stage: Stage,
-    task: Task,
-    state: ServerState | None = None,
-    validate: Callable[[], dict[str, float]] = dict,
-    save: Callable[[str, Mask], None] = lambda *_: None,
-) -> Rounds:
-    """A stage whose clients are in this process, from its start or from a saved `state`.
-
-    `validate` measures the model, and `save` keeps new masks.
-    """
-    state = state or ServerState(task.theta.detach().clone())
-    book = MaskBook(context, stage, task.space, task.theta, state.masks, save)
-    training = Training(context, stage, task, book, client_parts(context, book), state.clients_at_once)
-    clients = LocalClients(context, stage.name, task.feed, local_channel(context, stage.name), training)
-    return Rounds(context, stage, book, clients, state, validate)
+def local_clients(context: ServerContext, task: Task, book: MaskBook, at_once: int | None = None) -> LocalClients:
+    """The clients of a stage, all in this process. `at_once` is known from earlier rounds."""
+    training = Training(context, book.stage, task, book, client_parts(context, book), at_once)
+    return LocalClients(context, book.stage.name, task.feed, local_channel(context, book.stage.name), training)
 
 
 def local_channel(context: ServerContext, stage: str) -> Channel:

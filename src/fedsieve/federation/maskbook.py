@@ -75,7 +75,7 @@ class MaskBook:
 
     @property
     def bits(self) -> Tensor | None:
-        """The bits of what trains in this round: of the shared mask, or of all masks of clients' own."""
+        """The bits of the weights that train in this round: of the shared mask, or of all clients' own masks."""
         bits = self.state.moved if self.per_client else self.state.mask
         return None if bits is None else bits.clone()
 
@@ -95,7 +95,7 @@ class MaskBook:
         self.spans = block_spans(self.space, self.support)
 
     def renew(self, mask: Mask, scores: Tensor) -> None:
-        """Take over a new shared mask and the scores (D,) it was made by; what has moved once stays known."""
+        """Take over a new shared mask and its scores (D,). Weights that have moved once stay known."""
         state = self.state
         old = self.restored(state.moved)
         moved = mask if old is None else mask | old
@@ -106,7 +106,7 @@ class MaskBook:
         self.use(mask)
 
     def grow(self) -> None:
-        """At the end of a round: whatever is in the own masks of clients that answered may have moved."""
+        """Note at the end of a round that the own masks of clients that answered may have moved."""
         grown = self.moved
         for client in self._answered:
             grown = self.own(client) if grown is None else grown | self.own(client)
@@ -128,7 +128,7 @@ class MaskBook:
         return vector if self.support is None else vector.index_select(0, self.support)
 
     def outgoing(self, theta: Tensor, coding: Coding) -> Tensor:
-        """The server's weights as values of what has moved: as they are, or in coarse formats as differences from `base`."""
+        """The server's values of the weights that have moved: as they are, or in coarse formats as differences from `base`."""
         values = _at(theta, self.moved_index)
         return (values if absolute(coding) else values - _at(self.base, self.moved_index)).float()
 
@@ -211,7 +211,7 @@ class MaskBook:
                 yield members, tier, torch.searchsorted(self.support, tier.indices().to(self.device))
 
     def segments(self, clients: Sequence[int]) -> Iterator[tuple[np.ndarray, list[int]]]:
-        """Places among the k trained weights with the clients that hold them, from what all hold to what few do."""
+        """Places among the k trained weights with the clients that hold them. Places that all hold come first."""
         densities = {client: self.context.population.device(client).density for client in clients}
         before = torch.zeros(self.count, dtype=torch.bool)
         for density in sorted(set(densities.values())):
@@ -232,7 +232,7 @@ class MaskBook:
         return new
 
     def introductions(self, clients: Sequence[int], round: int) -> Iterator[tuple[Parcel, list[int]]]:
-        """The masks that clients lack, each with those who lack it; from here on they know them."""
+        """The masks that clients lack, each with the clients that lack it. Marks them as known from here on."""
         generation = self.state.generation
         if self.per_client and self.moved is not None:
             generation = self.moved.count + 1  # any number that changes when the mask does

@@ -33,7 +33,7 @@ class ClientMemory:
             )
 
     def get(self, client: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """All that a client remembers; empty for one that never took part."""
+        """A client's whole memory; empty for a client that never took part."""
         if client not in self._fresh:
             if client not in self.versions:
                 return {}
@@ -47,14 +47,14 @@ class ClientMemory:
         return {name: tensor.to(device) for name, tensor in self._fresh[client].items()}
 
     def put(self, client: int, round: int, **tensors: Tensor) -> None:
-        """Add to what a client remembers, replacing tensors of the same names."""
+        """Add to a client's memory, replacing tensors of the same names."""
         merged = self.get(client) | {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         self._hold(client, merged)
         if self._bytes > self.memory:
             self.write(round)
 
     def drop(self, client: int, names: Iterable[str]) -> None:
-        """Forget some of what a client remembers."""
+        """Delete some tensors of a client's memory."""
         kept = self.get(client)
         for name in names:
             del kept[name]
@@ -67,13 +67,13 @@ class ClientMemory:
         self._fresh[client] = content
 
     def propose(self, client: int, round: int, outcomes: Mapping[bool, Mapping[str, Tensor]]) -> None:
-        """Note what a client will remember if its update is taken (True), and if it is refused (False)."""
+        """Note both outcomes of an update: the memory if it is accepted (True), and if it is refused (False)."""
         tensors = {PENDING[taken] + name: value for taken, those in outcomes.items() for name, value in those.items()}
         if tensors:
             self.put(client, round, **tensors)
 
     def settle(self, client: int, round: int, taken: bool) -> None:
-        """Commit what was proposed for an update that was taken, or roll it back."""
+        """Commit the proposal for an accepted update, or for a refused one."""
         proposed = {
             name: tensor for name, tensor in self.get(client).items() if name.startswith(tuple(PENDING.values()))
         }

@@ -60,7 +60,7 @@ class Problem(FedsieveError):
 
 
 class LostMemory(Problem):
-    """The node does not remember what the server counts on."""
+    """The node lacks memory that the server counts on."""
 
     kind = "memory"
 
@@ -183,7 +183,7 @@ def problem(folder: Path, head: Mapping[str, Any], sentence: str, kind: str) -> 
 
 
 class Question:
-    """One question to a node: the model as the server wants it, what the node remembers, and what it will send."""
+    """One question to a node, with the server's model, the node's memory and its outgoing messages."""
 
     def __init__(self, node: Node, stage: Stage, head: Mapping[str, Any], messages: Sequence[bytes]) -> None:
         self.node, self.stage, self.head, self.client = node, stage, head, node.client
@@ -203,7 +203,7 @@ class Question:
         self._begin()
 
     def remember(self) -> int:
-        """Bring what is new in memory to the disk, and give its version."""
+        """Write new memory to the disk, and give its version."""
         if self.head["ask"] == "test":  # the last question, and of no stage
             return 0
         if self.head["ask"] == SUM:  # which changes nothing that is remembered
@@ -364,7 +364,7 @@ class Question:
         self.memory.put_masks(self.head["round"], active)
 
     def statistics(self) -> None:
-        """Send what a head in closed form needs: sums of products of features and labels."""
+        """Send the statistics of a head in closed form: sums of products of features and labels."""
         classes, width = self.space.shapes[self.space.names.index("head.weight")]
         self._answer(Statistics(width, classes), self._on_features())
 
@@ -405,7 +405,7 @@ class Question:
         return with_features(self.context.train, self.node.model.backbone, EVALUATION_BATCH, self.context.autocast)
 
     def _answer(self, ask: Ask, clients: LocalClients | None = None) -> None:
-        """Answer a question; an answer that is to be summed in secret stays here for now."""
+        """Answer a question. Under secure sums the answer stays here for now."""
         clients = clients or LocalClients(self.context, self.stage.name, self.context.train, self.channel)
         if self.secret:
             clients.keep(ask, [self.client], needed=True)
@@ -423,7 +423,7 @@ class Question:
         self.memory.put(self.head["round"], {f"{SECRET}.row": row, f"{SECRET}.sizes": sizes})
 
     def sum(self) -> None:
-        """One phase of a secure sum of what the node has kept."""
+        """Take part in one phase of a secure sum of the kept values."""
         head, memory = self.head, self.memory.store.get(self.client)
         if f"{SECRET}.row" not in memory:
             raise LostMemory(f"it has nothing to add to a sum of {head['sum']}")
@@ -457,7 +457,7 @@ class Question:
         self.outbox.notes.append(entry)
 
     def _commit(self, what: str, row: np.ndarray, message: bytes) -> None:
-        """Refuse to reveal the same values in another sum than before: the difference would show what each node sent."""
+        """Refuse to reveal the same values in a second sum: the difference of both would show what each node sent."""
         file = self.node.folder / "revealed.json"
         seen = json.loads(file.read_text()) if file.exists() else {}
         mine = hashlib.blake2b(what.encode() + row.tobytes(), digest_size=16).hexdigest()

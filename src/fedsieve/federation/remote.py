@@ -100,7 +100,7 @@ class Mailbox:
         return {"run": self.registry.run, "client": client, "ask": what, "stage": self.tally.stage, "round": round}
 
     def _opened(self, client: int, what: str, round: int, answer: bytes | MessageError) -> Answer:
-        """The messages in an answer, and what it means for what the server knows of the node."""
+        """The messages in an answer. Updates what the server knows about the node."""
         try:
             if isinstance(answer, MessageError):
                 raise answer
@@ -128,7 +128,7 @@ class Mailbox:
             self.book.doubt(client)
 
     def _hear(self, client: int, kind: str, problem: str) -> None:
-        """A node could not do what it was asked."""
+        """Handle a node's problem: it could not answer."""
         self.registry.say(f"site {client}: {problem}")
         if kind in ("memory", "run"):  # it has lost what it knew: start over with it
             self.memory.pop(str(client), None)
@@ -168,7 +168,7 @@ class RemoteClients:
     # --- messages down -----------------------------------------------------------------------------------------------
 
     def call(self, cohort: Sequence[int], round: int) -> list[int]:
-        """Find out who can be reached. What else becomes of a client shows when it answers, or does not."""
+        """Find out which clients can be reached. Other failures show when answers are due."""
         here = self.registry.here()
         self._here = [client for client in cohort if client in here]
         return self._here
@@ -310,7 +310,7 @@ class RemoteExchange:
         self.why: Mapping[int, str] = {}
 
     def __call__(self, phase: int, messages: Mapping[int, bytes]) -> Iterable[Arrival]:
-        """Bring a phase's messages to the nodes, and give what comes back."""
+        """Bring a phase's messages to the nodes, and give their answers."""
         mailbox, secret = self.mailbox, self.secret
         for client, message in messages.items():
             mailbox.put(client, {"what": SUM}, message)

@@ -45,7 +45,7 @@ def departures(seed: int, stage: str, round: int, fates: Mapping[int, str]) -> D
 
 @dataclass
 class SumResult:
-    """The total of a secure sum (None: it was aborted), who is in it, and why others are not."""
+    """The total of a secure sum (None: it was aborted), the clients in it, and why others are not."""
 
     total: np.ndarray | None = None
     survivors: list[int] = field(default_factory=list)
@@ -127,7 +127,7 @@ class SecureSums:
         return np.zeros(sum(sizes)) if outcome.total is None else point.decode(outcome.total)[0]
 
     def take(self, secret: SecretSum) -> SumResult:
-        """The sum of clients' integers; those who are lost fall out on the way."""
+        """The sum of the integers of all clients that are not lost on the way."""
         outcome, traffic, why = SumResult(), list[Sent](), dict[int, str]()
         if len(secret.clients) >= secret.threshold:
             exchange = self.clients.exchange(secret)
@@ -166,7 +166,7 @@ class Kept:
 
 
 class Inputs:
-    """Turns what clients keep into the integers that they add to secure sums of a stage."""
+    """Turns clients' kept values into the integers that they add to secure sums of a stage."""
 
     def __init__(self, privacy: Privacy, seed: int, stage: str) -> None:
         self.privacy, self.seed, self.stage = privacy, seed, stage

@@ -1,8 +1,7 @@
 """The server of a federated stage: choose a cohort, broadcast, have clients train, aggregate, step, record.
 
 `ServerState` goes in and comes out of every round, and every draw has an address, so that a stage continued from a saved
-state repeats exactly what it would have done. Where clients run is `Clients`' concern, and what only some runs do that of
-their `ServerPart`s.
+state repeats exactly what it would have done. `Clients` knows where clients run. Optional features are `ServerPart`s.
 """
 
 import math
@@ -94,7 +93,7 @@ class Rounds:
         return record
 
     def prepare(self) -> None:
-        """The mask of the coming round, and what clients must know before it."""
+        """Make the mask of the coming round, and tell clients what they must know before it."""
         if self.book.due(self.state.round):
             self.calibrate()
         self._announce()
@@ -142,7 +141,7 @@ class Rounds:
         book.state.ahead = []
 
     def introduce(self, clients: Sequence[int], round: int) -> None:
-        """Send what clients lack besides the weights of this stage: what earlier stages changed, and masks."""
+        """Send masks, and the weights that earlier stages changed, to clients that lack them."""
         self._tell_before(clients, round)
         for parcel, members in self.book.introductions(clients, round):
             self.clients.tell(parcel, members)
@@ -185,7 +184,7 @@ class Rounds:
     # --- masks -------------------------------------------------------------------------------------------------------
 
     def calibrate(self) -> None:
-        """A new mask for all; what the server learnt of weights that still train stays."""
+        """Make a new mask for all. The server optimizer keeps its buffers for weights that still train."""
         book, state, clock = self.book, self.state, time.perf_counter()
         assert book.sieve is not None
         generation, old = book.state.generation, book.restored(book.state.mask)
@@ -205,7 +204,7 @@ class Rounds:
         book.state.seconds += time.perf_counter() - clock
 
     def _summed_scores(self, calibration: Calibration) -> Measure:
-        """Scores as sums over some clients, who hear before each calibration round what is left to score."""
+        """Scores as sums over some clients. Before each calibration round they hear which weights are left to score."""
         scoring, round = calibration.scoring(), self.state.round
         known: Mask | None = None
 
@@ -224,14 +223,14 @@ class Rounds:
         return measure
 
     def _inform(self, clients: Sequence[int]) -> None:
-        """Send what clients need to score the server's weights: all that differs from what they have."""
+        """Send the server's weights to clients that score, as far as they differ from theirs."""
         self._tell_before(clients, self.state.round)
         if (moved := self.book.restored(self.book.state.moved)) is not None:
             values = self.state.theta.index_select(0, moved.indices().to(self.theta.device)).float()
             self.clients.tell(Parcel("model", self.state.round, moved, EXACT, enclose=True), clients, values)
 
     def _tell_before(self, clients: Sequence[int], round: int) -> None:
-        """Send newcomers what earlier stages changed: the rest is as every device has it."""
+        """Send newcomers the weights that earlier stages changed. Every device has the rest."""
         newcomers = self.book.newcomers(clients)
         if newcomers and self.before is not None:
             mask, values = self.before

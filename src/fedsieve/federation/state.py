@@ -85,7 +85,7 @@ class ServerState:
         return own | {"masks": self.masks.numbers()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, by names that `restore` understands; of vectors, only what may differ from the stage's start."""
+        """All tensors, by names that `restore` understands. Of vectors, only places that may differ from the stage's start."""
         own: dict[str, Tensor | None] = {name: getattr(self, name) for name in TENSORS if name != "server"}
         if self.masks.moved is not None:
             places = _places(self.masks.moved, self.theta)
@@ -96,7 +96,7 @@ class ServerState:
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 
     def complete(self, base: Tensor) -> None:
-        """After `restore`: make whole vectors of what was saved, laid over the weights that the stage starts from."""
+        """Lay restored values over the weights that the stage starts from, which makes whole vectors of them."""
         if self.masks.moved is None:
             return
         moved = _places(self.masks.moved, base)

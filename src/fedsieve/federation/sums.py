@@ -1,4 +1,4 @@
-"""Sums of what clients answer to a question: plain, in secret, or with noise."""
+"""Sums of clients' answers to a question: plain, secure, or with noise."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,7 +14,7 @@ from fedsieve.wire.codec import MessageError
 
 
 class Sums:
-    """Sums up answers of the clients of one stage, as the privacy settings ask for."""
+    """Sums the answers of the clients of one stage, under the privacy settings."""
 
     def __init__(self, context: ServerContext, clients: Clients, stage: str, device: torch.device | str) -> None:
         privacy = context.experiment.privacy

@@ -292,7 +292,7 @@ class Team:
             pace.beside = (time.perf_counter() - began - working - waiting) * done / working
 
     def _next(self, wait: bool) -> tuple[int, Batch] | None:
-        """The next answer and who gave it. None: there is none now, or (having waited) something else has changed."""
+        """The next answer and its rank. None: there is none now, or (after waiting) something else has changed."""
         try:
             # In short waits, since no signal is delivered within one.
             rank, message, tensors, works = self.inbox.get(timeout=1.0) if wait else self.inbox.get_nowait()

@@ -58,7 +58,8 @@ def set_deterministic(on: bool) -> None:
     """Make GPU arithmetic repeatable; cuBLAS reads its setting when it starts, so this comes before any GPU work."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(on)
+    if torch.are_deterministic_algorithms_enabled() != on:  # asked first, since setting it imports torch's compiler
+        torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.benchmark = False
 
 

@@ -102,14 +102,14 @@ def _hello(head: dict[str, Any], host: Host, folder: Path) -> bytes:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / EXPERIMENT, text)
     _open.cache_clear()
-    site = _open(host, folder)
+    node = _open(host, folder)
     prepared = _prepared(host.own(experiment).model_dump_json())
     setup = prepared.setup
     if setup.class_names != head.get("classes"):
         raise FedsieveError(f"the label map is another: {_differences(setup.class_names, head.get('classes'))}")
     if prepared.weights != head.get("weights"):
         raise FedsieveError("the pretrained weights are not the server's: use the same file, and the same seed")
-    images = len(site.context.train)
+    images = len(node.context.train)
     envelope = wrap({"run": head["run"], "client": host.client, "ask": "hello", "images": images})
     note(folder, head, [{"what": "images", "n": images}], len(envelope))
     return envelope
@@ -132,7 +132,7 @@ def _differences(mine: list[str], theirs: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _open(host: Host, folder: Path) -> Node:
-    """The site of a run it has met. One process may be asked many times, and by many sites in a simulation."""
+    """The node of a run that it has joined. One process may be asked many times, and simulate many nodes."""
     experiment = host.own(load_config(folder / EXPERIMENT))
     prepared = _prepared(experiment.model_dump_json())
     setup, people = prepared.setup, prepared.people

@@ -31,7 +31,7 @@ def preflight(experiment: Experiment, cache: RunCache | None = None) -> torch.de
     device, cache = choose_device(experiment.device), cache or RunCache(keep=False)
     if experiment.clients_at_once and chosen_executor(experiment, device) == "sequential":
         raise FedsieveError(
-            f"clients_at_once goes with executor: stacked, and on {device.type} auto is sequential: say executor: stacked"
+            f"clients_at_once needs executor: stacked, and on {device.type} auto means sequential. Set executor=stacked"
         )
     kind_of(experiment.data.source)
     check_backbone(experiment.model)

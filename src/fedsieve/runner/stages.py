@@ -14,7 +14,7 @@ from fedsieve.errors import FedsieveError
 from fedsieve.federation.calibrate import sieve_at
 from fedsieve.federation.clients import Clients
 from fedsieve.federation.executors import Task
-from fedsieve.federation.local import LocalClients, local_channel, local_rounds
+from fedsieve.federation.local import LocalClients, local_channel, local_clients
 from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.registry import Registry
 from fedsieve.federation.remote import RemoteClients
@@ -227,6 +227,9 @@ class FederatedStage:
 
         if state is None and (spent := stage.spent):
             context.say(f"{stage.name}: {spent}")
+        state = state or ServerState(theta.detach().clone())
+        book = MaskBook(context, stage, self.space, theta, state.masks, save_mask)
+        clients: Clients
         if venue.registry is None:
             correction = context.population.settings.correction
             task = Task(
@@ -240,12 +243,10 @@ class FederatedStage:
                 context.speed,
                 context.recipe,
             )
-            self.rounds = local_rounds(context, stage, task, state, validate, save_mask)
+            clients = local_clients(context, task, book, state.clients_at_once)
         else:
-            state = state or ServerState(theta.detach().clone())
-            book = MaskBook(context, stage, self.space, theta, state.masks, save_mask)
             clients = RemoteClients(context, venue.registry, stage.name, state.memory, book)
-            self.rounds = Rounds(context, stage, book, clients, state, validate)
+        self.rounds = Rounds(context, stage, book, clients, state, validate)
 
     @property
     def state(self) -> ServerState:
