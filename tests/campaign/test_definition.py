@@ -99,7 +99,7 @@ def test_no_claim_compares_two_runs_that_are_the_same(name):
         """The row's settings, without calibration rounds that end in the mask of one round."""
         experiment = study.experiment(study.rows[row], 0)
         sieve = experiment.mask
-        if sieve and (not sieve.scored or (sieve.shrink == 1 and sieve.fisher.labels)):
+        if sieve and (not sieve.rule.scored or (sieve.shrink == 1 and sieve.fisher.labels)):
             experiment = experiment.model_copy(update={"mask": sieve.model_copy(update={"calibration_rounds": 1})})
         return experiment.model_dump(exclude={"name"})
 

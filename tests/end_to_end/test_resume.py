@@ -170,7 +170,7 @@ def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path, undisturbed):
 
 def test_a_stop_before_training_is_obeyed_at_once(tmp_path, tiny, monkeypatch):
     """Decoding or computing features may take minutes: nobody waits for them after Ctrl-C."""
-    monkeypatch.setattr("fedsieve.runner.shared.load_images", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("fedsieve.runner.run_cache.load_images", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(FedsieveError, match="stopped.*fedsieve resume") as caught:
         run(tiny(), tmp_path / "run")
     assert caught.value.exit_code == 130

@@ -49,6 +49,7 @@ CASES = {
     timm.GroupNormAct: [(act(timm.GroupNormAct, 4, 2), MAPS)],
     timm.GroupNorm1Act: [(act(timm.GroupNorm1Act, 4), MAPS)],
     timm.LayerScale2d: [(timm.LayerScale2d(4, 0.3), MAPS)],
+    nn.Embedding: [(nn.Embedding(7, 4), (5,)), (nn.Embedding(7, 4, padding_idx=2), (5,))],
     nn.Conv1d: [(nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 9))],
     nn.Conv2d: [
         (nn.Conv2d(4, 6, 3, stride=2, padding=(2, 1), dilation=2, groups=2), MAPS),
@@ -76,6 +77,8 @@ def compare(layer: nn.Module, *shape: int, way="rules", inputs=None) -> None:
     values = 0.5 + torch.rand(CLIENTS, space.size, generator=generator).double()
     stack = Stack(net, space, None, CLIENTS, way=way)
     stack.load(values)
+    if isinstance(layer, nn.Embedding):
+        inputs = torch.randint(layer.num_embeddings, (CLIENTS * BATCH, *shape), generator=generator)
     if inputs is None:
         inputs = torch.randn(CLIENTS * BATCH, *shape, generator=generator).double().requires_grad_()
     together = stack(inputs)

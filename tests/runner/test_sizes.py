@@ -21,7 +21,7 @@ def test_a_size_that_a_network_does_not_take_is_refused_with_those_that_work(tin
         raise AssertionError("something was loaded")
 
     for name in ("load_images", "load_classifier"):
-        monkeypatch.setattr(f"fedsieve.runner.shared.{name}", load)
+        monkeypatch.setattr(f"fedsieve.runner.run_cache.{name}", load)
     with pytest.raises(FedsieveError, match=f"data.size: .* does not take images of {size} px") as caught:
         preflight(tiny(model, f"data.size={size}"))
     assert caught.value.exit_code == 2

@@ -29,8 +29,13 @@ OPTIONS = (
         "depths",
         "layers",
         "channels",
+        "width_factor",
+        "stage_conv_chs",
+        "stage_out_chs",
+        "block_per_stage",
     ),
     *(
+        "heads",
         "num_heads",
         "key_dim",
         "num_vit",

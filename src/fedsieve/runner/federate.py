@@ -253,7 +253,7 @@ class Federated:
     def evaluate(self, data: Any = None) -> Evaluation:
         """Measure the server's weights on `data`; by default on the test examples, else validation, else training."""
         setup = self._setup
-        feed = next(one for one in (setup.test(), setup.validation, setup.train) if len(one))
+        feed = next(one for one in (setup.test_feed(), setup.validation, setup.train) if len(one))
         if data is not None:
             feed = tensor_feed(data, setup.device, self.material.columns)
         self._run.rounds.show(self._run.state.theta)

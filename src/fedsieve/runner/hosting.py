@@ -154,7 +154,7 @@ def _open(host: Host, folder: Path) -> Node:
         executor=chosen_executor(experiment, setup.device),
         memory=ClientMemory(folder / "memory"),
     )
-    return Node(context, host.client, folder, setup.test)
+    return Node(context, host.client, folder, setup.test_feed)
 
 
 @dataclass(frozen=True)

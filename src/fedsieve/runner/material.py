@@ -55,7 +55,7 @@ class Material:
             autocast=autocast,
             train=train,
             validation=held["validation"],
-            test=lambda: held["test"],
+            open_test=lambda: held["test"],
             class_names=_classes(train),
             data_fingerprint=train.fingerprint,
             model=model,

@@ -252,7 +252,7 @@ class Runner:
         """Train every stage that is not over, test them all, and write the summary."""
         with self.journal.open(make_trackers(self.experiment.tracking)):
             try:
-                test = self.setup.test() if self.experiment.test_curve else None
+                test = self.setup.test_feed() if self.experiment.test_curve else None
                 for stage in self.experiment.stages[len(self.journal.state.finished) :]:
                     self.train(stage, watcher(self.setup, stage, test), signals)
                 summary = self.test()
@@ -325,7 +325,7 @@ class Runner:
     def test(self) -> Summary:
         """Open the test set, unless it stays closed, measure every stage's chosen weights on it, and sum up the run."""
         setup, experiment, state = self.setup, self.experiment, self.journal.state
-        test = setup.test() if experiment.test and experiment.data.source != "none" else None
+        test = setup.test_feed() if experiment.test and experiment.data.source != "none" else None
         setup.model.load_state_dict(self.initial)
         stages, logits = test_stages(setup, state, test)
         correct = None

@@ -39,7 +39,7 @@ class Setup:
     autocast: Autocast
     train: Examples
     validation: Examples
-    test: Callable[[], Examples]  # opens the test split
+    open_test: Callable[[], Examples]
     class_names: list[str]
     data_fingerprint: str
     model: nn.Module
@@ -49,6 +49,10 @@ class Setup:
     recipe: Recipe = PLAIN
     people: Population | None = None  # clients that exist already; None: as the partition deals
     trains: Callable[[str], bool] | None = None  # which parameters train, by name; None: the parts that a stage names
+
+    def test_feed(self) -> Examples:
+        """The test split, opened. Called once, at the end, unless the experiment asks for test curves."""
+        return self.open_test()
 
     @property
     def classifier(self) -> Classifier:
