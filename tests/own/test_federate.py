@@ -183,3 +183,24 @@ def test_importing_fedsieve_does_not_import_torch():
     code = "import sys, fedsieve as fs; fs.SGD(lr=0.1); fs.Sieve(); fs.register; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert done.stdout == "False\n", done.stderr
+
+
+def test_statistics_that_nothing_protects_are_refused(start):
+    with pytest.raises(FedsieveError, match="secagg does not hide"):
+        start(statistics="federated", privacy=fs.Privacy(aggregation="secagg"))
+    with pytest.raises(FedsieveError, match=r"'fedrated' is not allowed. Did you mean \"federated\"\?"):
+        start(statistics="fedrated")
+
+
+@pytest.mark.parametrize("statistics", ["federated", "local"])
+def test_running_statistics_and_dropout_continue_to_the_same_bits(start, data, tmp_path, statistics):
+    torch.manual_seed(2)
+    layers = torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 4)
+    model = torch.nn.Sequential(*layers)
+    whole, part = start(model=model, statistics=statistics), start(model=model, statistics=statistics)
+    whole.train(5)
+    part.train(2).save(tmp_path / "saved")
+    loaded = fs.Federated.load(tmp_path / "saved", model, train=data).train(3)
+    assert torch.equal(weights(loaded), weights(whole))
+    moved = not torch.equal(loaded.model[1].running_mean, model[1].running_mean)
+    assert moved == (statistics == "federated")

@@ -18,6 +18,9 @@ from fedsieve.runner.setup import Setup
 from fedsieve.train.feed import Examples, TensorFeed, tensor_feed
 from fedsieve.train.objectives import Metric, Recipe, checked
 
+MODES = ("train", "eval")
+STATISTICS = ("frozen", "batch", "federated", "local")
+
 Names = str | Sequence[str] | Callable[[str], bool]
 
 
@@ -38,6 +41,7 @@ class Material:
 
     def setup(self, experiment: Experiment, say: Callable[[str], None]) -> Setup:
         """Everything that the stages of an experiment share."""
+        self._check(experiment)
         device = choose_device(experiment.device)
         set_deterministic(experiment.deterministic)
         train = self._feed("train", self.train, device)
@@ -64,6 +68,20 @@ class Material:
             recipe=checked(recipe, model, train, autocast),
             trains=chooser(self.trains, model),
         )
+
+    def _check(self, experiment: Experiment) -> None:
+        """Refuse words that do not exist, and statistics that would leave a client unprotected."""
+        for key, word, allowed in (("mode", self.mode, MODES), ("statistics", self.statistics, STATISTICS)):
+            if word not in allowed:
+                near = did_you_mean(str(word), allowed)
+                raise FedsieveError(f"{key}: {word!r} is not allowed.{near} Allowed: {', '.join(allowed)}")
+        privacy = experiment.privacy
+        if self.statistics == "federated" and (privacy.aggregation != "plain" or privacy.dp is not None):
+            cause = "privacy.dp does not account for" if privacy.dp else f"{privacy.aggregation} does not hide"
+            raise FedsieveError(
+                f"statistics: federated sends a second vector for each client, its running statistics, which {cause}. Use frozen, "
+                "batch or local"
+            )
 
     def _feed(self, name: str, data: Any, device: torch.device) -> TensorFeed:
         try:
