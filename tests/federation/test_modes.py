@@ -15,8 +15,10 @@ from fedsieve.config import Correction, Local, Optimizer
 from fedsieve.errors import FedsieveError
 from fedsieve.federation.distributed import Begin, Train
 from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, make_executor
-from fedsieve.federation.local import local_rounds
+from fedsieve.federation.local import local_clients
+from fedsieve.federation.maskbook import MaskBook
 from fedsieve.federation.memory import ClientMemory
+from fedsieve.federation.server import Rounds
 from fedsieve.federation.state import ServerState
 from fedsieve.federation.team import Desk
 from fedsieve.federation.work import Draws, local_work
@@ -220,11 +222,11 @@ class Own:
             nullcontext,
             recipe=self.recipe,
         )
-        state = ServerState.restore(*saved[0], torch.device("cpu")) if saved else None
-        self.state = None
-        rounds = local_rounds(self.context, self.stage, task, state)
-        self.state = rounds.state
-        return rounds
+        restored = ServerState.restore(*saved[0], torch.device("cpu")) if saved else None
+        self.state = restored or ServerState(task.theta.detach().clone())
+        book = MaskBook(self.context, self.stage, task.space, task.theta, self.state.masks)
+        clients = local_clients(self.context, task, book, self.state.clients_at_once)
+        return Rounds(self.context, self.stage, book, clients, self.state)
 
     def saved(self):
         """All that a checkpoint holds."""
