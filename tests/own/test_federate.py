@@ -204,3 +204,58 @@ def test_running_statistics_and_dropout_continue_to_the_same_bits(start, data, t
     assert torch.equal(weights(loaded), weights(whole))
     moved = not torch.equal(loaded.model[1].running_mean, model[1].running_mean)
     assert moved == (statistics == "federated")
+
+
+def test_a_mask_that_waits_for_its_round_survives_other_changes(start, model):
+    mask = fs.Mask.from_bool(fs.ParamSpace.of(model), torch.arange(180) % 3 == 0)
+    fed = start(mask=mask)
+    fed.lr = 0.03
+    fed.cohort = 2
+    assert fed.mask == mask
+    before = weights(fed)
+    fed.train(1)
+    assert not (weights(fed) != before)[~mask.to_bool()].any()
+
+
+def test_frozen_parameters_stay_frozen(start, model):
+    model.body.requires_grad_(False)
+    fed = start().train(2)
+    assert torch.equal(fed.model.body[0].weight, model.body[0].weight)
+    assert not torch.equal(fed.model.head.weight, model.head.weight)
+    with pytest.raises(FedsieveError, match="nothing can train"):
+        start(model=model.requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fs.Sieve(rule="magnitude"), "Sieve: rule: 'magnitude' is not allowed. Did you mean"),
+        (lambda: fs.Local(steps=1, epochs=1), "Local: local work is counted in epochs or in steps"),
+        (lambda: fs.SGD(lr=-1), "SGD: lr: should be greater than 0, got -1"),
+        (lambda: fs.SGD(rate=1), "SGD: rate: unknown key. Allowed: kind, lr"),
+        (lambda: fs.Server(optimizer="adm"), "Server: optimizer: 'adm' is not allowed. Did you mean \"adam\""),
+    ],
+)
+def test_wrong_settings_are_refused_in_the_words_of_a_config(make, words):
+    with pytest.raises(FedsieveError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def test_what_cannot_be_accounted_or_hidden_is_refused_before_training(start):
+    private = fs.Privacy(dp={"epsilon": 8.0, "delta": 1e-3, "clip_norm": 0.5})
+    with pytest.raises(FedsieveError, match="give rounds="):
+        start(privacy=private, federation={"weighting": "uniform"})
+    fed = start(privacy=fs.Privacy(aggregation="secagg", bound=0.25))
+    with pytest.raises(FedsieveError, match="at least 3 clients"):
+        fed.cohort = 1
+    with pytest.raises(FedsieveError, match="lr: should be greater than 0"):
+        fed.lr = 0
+    with pytest.raises(FedsieveError, match="whole number"):
+        next(fed.rounds(-1))
+
+
+def test_labels_that_are_no_classes_are_not_dealt_by_class():
+    with pytest.raises(FedsieveError, match="labels must be whole numbers"):
+        fs.partition(torch.rand(20), clients=4, kind="dirichlet", alpha=1.0)
+    assert len(fs.partition(torch.rand(20), clients=4)) == 4

@@ -210,3 +210,25 @@ def test_a_registered_word_has_fields_and_checks_like_a_built_in_one(registered)
 
 def test_number_of_classes_is_that_of_the_data(data):
     assert int(data[1].max()) == CLASSES - 1
+
+
+def in_place(theta, mean, state, lr):
+    return theta.add_(mean)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ({"optimizer": lambda weights, gradient, state, group: weights - gradient}, "in place, and return nothing"),
+        ({"optimizer": torch.optim.SGD}, "give fs.SGD, fs.AdamW, or a function"),
+        ({"correction": lambda gradient, weights, received: None}, "expected a gradient"),
+        ({"correction": lambda gradient, weights, received: gradient.add_(1)}, "changed its input"),
+        ({"server": lambda mean: mean}, "give a subclass of fs.ServerOptimizer"),
+        ({"server": type("Own", (Warm,), {"step": lambda self, *given: in_place(*given)})()}, "changed its input"),
+        ({"metrics": {"loss": lambda outputs, labels: 0}}, "the names loss and accuracy are taken"),
+    ],
+)
+def test_a_piece_that_breaks_its_contract_is_named(start, pieces, words):
+    with pytest.raises(FedsieveError) as caught:
+        start(**pieces).train(1)
+    assert words in str(caught.value), str(caught.value)

@@ -41,10 +41,10 @@ class Choice(Strict):
         if "words" not in cls.__dict__ or (not fields.keys() - {"__pydantic_fields_set__"} and not cls.default):
             return super().__new__(cls)
         word = fields.get(cls.key, cls.default)
-        return super().__new__(cls.named(word) if isinstance(word, str) else type(cls.around(word)))
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
+        try:
+            return super().__new__(cls.named(word) if isinstance(word, str) else type(cls.around(word)))
+        except PydanticCustomError as error:
+            raise FedsieveError(f"{cls.__name__}: {cls.key}: {error}") from None
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

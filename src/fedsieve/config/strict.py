@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedsieve.errors import FedsieveError
 
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # more, and sizes of arrays overflow
 Count = Annotated[int, Field(ge=0)]
@@ -18,6 +20,16 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    def __init__(self, /, **data: Any) -> None:
+        """Settings from Python. What is wrong is said as for a config."""
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise FedsieveError("\n".join(f"{type(self).__name__}: {told(one)}" for one in error.errors())) from None
+
+    # Pydantic itself makes settings within settings, and collects what is wrong with all of them.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     def conflicts(self) -> Iterator[str]:
         """Yields a sentence for each combination of settings that cannot work. Users see the first."""
         yield from ()
@@ -27,6 +39,18 @@ class Strict(BaseModel):
         if sentence := next(self.conflicts(), None):
             raise ValueError(sentence)
         return self
+
+
+def told(problem: Any) -> str:
+    """A sentence on one of pydantic's problems, with the key that has it."""
+    where = "".join(f"{key}: " for key in problem["loc"] if not str(key).startswith("#"))
+    if problem["type"] == "value_error":
+        return f"{where}{problem['ctx']['error']}"
+    if problem["type"] == "choice":
+        return f"{where}{problem['msg']}"
+    if problem["type"] == "extra_forbidden":
+        return f"{where}unknown key"
+    return f"{where}{problem['msg'].removeprefix('Input ')}, got {problem['input']!r}"
 
 
 def setting(default: Any, text: str) -> Any:

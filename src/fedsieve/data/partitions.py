@@ -80,7 +80,10 @@ def make_partition(
 
 def shards_of(lists: Sequence[np.ndarray], count: int, where: str) -> Shards:
     """Shards from one array of example numbers per client; `where` names what gave them in error messages."""
-    parts = [np.asarray(part, dtype=np.int64).reshape(-1) for part in lists]
+    given = [np.asarray(part) for part in lists]
+    if wrong := [part.dtype for part in given if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu")]:
+        raise FedsieveError(f"{where}: give one array of example numbers per client, not of {wrong[0]}")
+    parts = [part.astype(np.int64) for part in given]
     order = np.concatenate([*parts, np.arange(0)])
     empty = [number for number, part in enumerate(parts) if not len(part)]
     found = np.bincount(order[(order >= 0) & (order < count)], minlength=count)

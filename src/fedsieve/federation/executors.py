@@ -21,7 +21,7 @@ from fedsieve.model.scheme import WAYS, Way
 from fedsieve.model.space import ParamSpace
 from fedsieve.model.stack import Stack, computed_in
 from fedsieve.train.feed import Autocast, Examples
-from fedsieve.train.local_step import bounded, corrected, pulled, settings_of, sums_of
+from fedsieve.train.local_step import bounded, corrected, pulled, settings_of, step_of, sums_of
 from fedsieve.train.modes import RunningStatistics, batch_of, changing, own_draws, seed_layers, training, why_alone
 from fedsieve.train.objectives import PLAIN, Recipe, correct, widened
 from fedsieve.train.replay import COMPILING, TOLD, Replay, Speed, compiled
@@ -99,7 +99,7 @@ class Sequential:
     def train(self, cohort: Cohort, lr: float) -> Iterator[Trained]:
         """Each client's result, as soon as it is there."""
         task, statistics = self.task, RunningStatistics(self.task.model)
-        update = task.optimizer.piece
+        update = step_of(task.optimizer)
         start_of_round = self._take(task.theta.detach()).clone()
         round = _Round(start_of_round, settings_of(task.optimizer, lr), update, _teacher(task))
         for number in range(len(cohort.works)):
@@ -300,7 +300,7 @@ class Stacked:
         steps = [work.steps for work in works]
         active = torch.tensor([*steps, *[0] * (self.clients - len(works))], device=device)
         settings, state = settings_of(task.optimizer, lr), dict[str, Any]()
-        update = task.optimizer.piece
+        update = step_of(task.optimizer)
         sums = torch.zeros(self.clients, task.recipe.training_columns, dtype=torch.float64, device=device)
         total = torch.zeros_like(begin) if task.correction.kind == "scaffold" else None
         for step in range(max(steps)):

@@ -73,7 +73,7 @@ class StreamingMean:
         where = f"federation.aggregator: {self.rule.kind}"
         state = called(aggregator.init, where, self.k)
         for update in replies:
-            changed = called(aggregator.add, where, state, update)
+            changed = called(lambda _, now=state, one=update: aggregator.add(now, one), where, update.values)
             state = state if changed is None else changed
         if not replies.count:
             return None

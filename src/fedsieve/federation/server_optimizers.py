@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedsieve.config import Server
+from fedsieve.errors import FedsieveError
 from fedsieve.foreign import called, expect
 
 State = dict[str, Tensor]
@@ -73,9 +74,11 @@ def server_step(settings: Server, lr: float, delta: Tensor, state: State) -> Ten
 def foreign_step(settings: Server, lr: float, theta: Tensor, mean: Tensor, state: State) -> Tensor:
     """The step of a server optimizer from outside, from the weights `theta` (k,)."""
     optimizer, where = settings.made(), f"federation.server: {settings.kind}"
+    if not isinstance(optimizer, ServerOptimizer):
+        raise FedsieveError(f"{where}: give a subclass of fs.ServerOptimizer, with init and step")
     if not state:
         state |= called(optimizer.init, where, theta)
-    step = called(lambda moved: optimizer.step(theta, moved, state, lr), where, mean)
+    step = called(lambda weights, moved: optimizer.step(weights, moved, state, lr), where, theta, mean)
     expect(step, mean.shape, where, "a step for each weight")
     return step
 

@@ -41,6 +41,7 @@ from fedsieve.config import (
 )
 from fedsieve.data.partitions import Shards, make_partition, shards_of
 from fedsieve.errors import FedsieveError
+from fedsieve.federation.means import check_numbers
 from fedsieve.federation.population import dealt
 from fedsieve.federation.state import ServerState
 from fedsieve.files import write_atomic
@@ -84,6 +85,13 @@ def partition(labels: Any, *, clients: int, kind: Any = "iid", seed: int = 0, **
     except ValueError as error:
         raise FedsieveError(f"partition: {error}") from None
     values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    if chosen.kind in ("classes", "dirichlet") and (values.ndim != 1 or values.dtype.kind not in "iu"):
+        raise FedsieveError(
+            f"partition: {chosen.kind} deals by class, so labels must be whole numbers (N,), not {values.dtype} {values.shape}. "
+            "Use iid or quantity"
+        )
+    if values.ndim != 1 or values.dtype.kind not in "iu":  # only how many there are matters
+        values = np.zeros(len(values), dtype=np.int64)
     if chosen.kind in ("natural", "sites"):
         raise FedsieveError(
             f"partition: {chosen.kind} belongs to a config. Give `clients=` one index array per client instead"
@@ -160,6 +168,8 @@ def federate(
         ],
         "tracking": [],
     }
+    if privacy is not None and privacy.dp is not None and rounds is None:
+        raise FedsieveError("privacy: dp accounts for all rounds before the first: give rounds=")
     if schedule == "cosine" and rounds is None:
         raise FedsieveError("schedule: cosine needs to know how many rounds there are: give rounds=")
     material = Material(model, train, validation, test, columns, trains, outputs, metrics or {}, mode, statistics)
@@ -192,12 +202,17 @@ class Federated:
         self._initial = {name: value.cpu().clone() for name, value in self._setup.model.state_dict().items()}
         marks = {"model": digest(self._setup.model), "train": self._setup.data_fingerprint}
         self._journal = Journal(self._folder, experiment, self._notes.append)
-        self._journal.restore(marks, self._setup.device)
+        try:
+            self._journal.restore(marks, self._setup.device)
+        except FedsieveError as error:
+            hint = ". Pass the weights that training began with" if "model is not" in str(error) else ""
+            raise FedsieveError(str(error).replace(str(self._folder), str(saved)) + hint) from None
         stack = contextlib.ExitStack()
         stack.enter_context(self._journal.open([]))
         settings = experiment.federation
         assert settings is not None
         people = dealt(settings, experiment.seed, self._shards, class_labels(self._setup.train))
+        check_numbers(experiment, people.cohort_size, people.trainers)
         self._setup = replace(self._setup, people=people)
         saved_state = self._journal.state.federation
         self._context = make_context(self._setup, self._initial, self._folder, "", saved_state)
@@ -206,12 +221,12 @@ class Federated:
         state = self._journal.state
         assert state.stage is None or isinstance(state.stage, ServerState)
         self.history += [Record.read(line) for line in state.lines]
-        self._begin(state.stage, given)
-
-    def _begin(self, state: ServerState | None, given: Mask | None = None) -> None:
-        """Start the stage, or continue it from a state, under the settings of now."""
         if given is not None:
             self._context = replace(self._context, masks={STAGE: given})
+        self._begin(state.stage)
+
+    def _begin(self, state: ServerState | None) -> None:
+        """Start the stage, or continue it from a state, under the settings of now."""
         setup = self._setup
         setup.model.load_state_dict(self._initial)
         venue = Venue(self._folder, self._context)
@@ -229,6 +244,8 @@ class Federated:
         """
         length = self._setup.experiment.stages[0].length
         left = length - self.round
+        if count is not None and (type(count) is not int or count < 1):
+            raise FedsieveError(f"rounds: give a whole number, 1 or more, not {count!r}")
         if count is None and length == ENDLESS:
             raise FedsieveError("rounds: say how many, as in rounds(30)")
         if count is not None and count > left:
@@ -291,7 +308,7 @@ class Federated:
     @property
     def mask(self) -> Mask | None:
         """The mask in use; None where all weights train, or before the first round has made it."""
-        return self._run.rounds.book.mask
+        return self._run.rounds.book.mask or self._context.masks.get(STAGE)
 
     @mask.setter
     def mask(self, mask: Mask | Sieve | None) -> None:
@@ -302,7 +319,8 @@ class Federated:
         state.server = {}  # its buffers belong to the weights of the old mask
         if sieve is None:
             state.masks.moved = None
-        self._change({"mask": sieve}, given=given)
+        self._context = replace(self._context, masks={} if given is None else {STAGE: given})
+        self._change({"mask": sieve})
 
     @property
     def lr(self) -> float:
@@ -324,9 +342,7 @@ class Federated:
     def cohort(self, cohort: int | float) -> None:
         self._change({}, {"cohort": cohort})
 
-    def _change(
-        self, stage: Mapping[str, Any], federation: Mapping[str, Any] | None = None, given: Mask | None = None
-    ) -> None:
+    def _change(self, stage: Mapping[str, Any], federation: Mapping[str, Any] | None = None) -> None:
         """Continue under other settings."""
         experiment = self._setup.experiment
         tree = {name: getattr(experiment, name) for name in type(experiment).model_fields}
@@ -337,8 +353,9 @@ class Federated:
         assert experiment.federation is not None
         self._setup = replace(self._setup, experiment=experiment)
         people = replace(self._context.population, settings=experiment.federation)
-        self._context = replace(self._context, experiment=experiment, population=people, masks={})
-        self._begin(state, given)
+        check_numbers(experiment, people.cohort_size, people.trainers)
+        self._context = replace(self._context, experiment=experiment, population=people)
+        self._begin(state)
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())

@@ -75,6 +75,8 @@ class Material:
             if word not in allowed:
                 near = did_you_mean(str(word), allowed)
                 raise FedsieveError(f"{key}: {word!r} is not allowed.{near} Allowed: {', '.join(allowed)}")
+        if not isinstance(self.metrics, Mapping) or any(name in ("loss", "accuracy") for name in self.metrics):
+            raise FedsieveError("metrics: give a dict of functions by name; the names loss and accuracy are taken")
         privacy = experiment.privacy
         if self.statistics == "federated" and (privacy.aggregation != "plain" or privacy.dp is not None):
             cause = "privacy.dp does not account for" if privacy.dp else f"{privacy.aggregation} does not hide"
@@ -106,21 +108,27 @@ def class_labels(train: Examples) -> np.ndarray:
 
 
 def chooser(trains: Names | None, model: nn.Module) -> Callable[[str], bool]:
-    """A predicate on the names of parameters: all, those with a prefix, those in a list, or the user's own."""
+    """A predicate on the names of parameters: those with a prefix, in a list, or by the user's own.
+
+    By default all that require a gradient train.
+    """
     names = [name for name, _ in model.named_parameters()]
     if trains is None:
-        return lambda name: True
+        wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not wanted:
+            raise FedsieveError("model: it has no parameter that requires a gradient, so nothing can train")
+        return wanted.__contains__
     if isinstance(trains, str):
         prefix = trains
         chosen = {name for name in names if name.startswith(prefix)}
         problem = f"no parameter's name begins with {prefix!r}.{did_you_mean(prefix, names)}"
     elif callable(trains):
         chosen = {name for name in names if trains(name)}
-        problem = "the function chooses no parameter"
+        problem = "the function chooses no parameter."
     else:
         chosen = set(trains)
         unknown = sorted(chosen - set(names))
-        problem = "the list is empty"
+        problem = "the list is empty."
         if unknown:
             raise FedsieveError(f"trains: the model has no parameter {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
     if not chosen:

@@ -1,5 +1,7 @@
 """The arithmetic of a client's local step, the same for one client and for many at once."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsieve.config import Correction, Optimizer
+from fedsieve.errors import FedsieveError
+from fedsieve.foreign import called, expect
 from fedsieve.train.optimizers import gradient_factor
 
 
@@ -21,11 +25,31 @@ def settings_of(optimizer: Optimizer, lr: float) -> dict[str, Any]:
     }
 
 
+def step_of(optimizer: Optimizer) -> Callable[..., None]:
+    """What moves weights in place: (weights, gradient, state, settings)."""
+    if not optimizer.foreign:
+        return optimizer.piece
+    step, where = optimizer.piece, f"optimizer: {optimizer.kind}"
+    if inspect.isclass(step):
+        raise FedsieveError(f"{where}: give fs.SGD, fs.AdamW, or a function (weights, gradient, state, group)")
+
+    def move(weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moved = called(lambda slope: step(weights, slope, state, group), where, gradient)
+        if moved is not None:
+            raise FedsieveError(f"{where}: the function must change the weights in place, and return nothing")
+
+    return move
+
+
 def corrected(
     gradient: Tensor, weights: Tensor, start: Tensor, correction: Correction, control: Tensor | None
 ) -> Tensor:
     """The gradient with a correction such as FedProx's, or with SCAFFOLD's control variates."""
-    if correction.home is not None:
+    if correction.foreign:
+        where, before = f"federation.correction: {correction.kind}", gradient
+        gradient = called(correction.made(), where, gradient, weights, start)
+        expect(gradient, before.shape, where, "a gradient", finite=False)
+    elif correction.home is not None:
         gradient = correction.made()(gradient, weights, start)
     return gradient if control is None else gradient + control
 
