@@ -259,3 +259,19 @@ def test_labels_that_are_no_classes_are_not_dealt_by_class():
     with pytest.raises(FedsieveError, match="labels must be whole numbers"):
         fs.partition(torch.rand(20), clients=4, kind="dirichlet", alpha=1.0)
     assert len(fs.partition(torch.rand(20), clients=4)) == 4
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "clients.npz", "federate.json"])
+def test_a_damaged_saved_folder_is_refused_by_name(start, model, data, tmp_path, name):
+    start().train(1, callbacks=lambda fed, record: None).save(tmp_path / "saved")
+    file = tmp_path / "saved" / name
+    file.write_bytes(file.read_bytes()[:30])
+    with pytest.raises(FedsieveError, match="saved"):
+        fs.Federated.load(tmp_path / "saved", model, train=data)
+
+
+def test_what_is_no_model_and_no_clients_is_refused(start):
+    with pytest.raises(FedsieveError, match="clients: give what"):
+        start(clients=5)
+    with pytest.raises(FedsieveError, match="model: give an instance"):
+        start(model=Small)

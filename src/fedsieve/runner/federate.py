@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
+from zipfile import BadZipFile
 
 import numpy as np
 from rich.progress import track
@@ -136,6 +137,10 @@ def federate(
     what `partition` gives, or a list of index arrays. Words, settings classes and objects of your own are accepted alike.
     `federation` takes further keys of a config's federation section, such as {"weighting": "uniform"}.
     """
+    if not isinstance(clients, Shards | Sequence) or not len(clients):
+        raise FedsieveError("clients: give what fs.partition returns, or a list with one index array per client")
+    if not isinstance(model, nn.Module):
+        raise FedsieveError(f"model: give an instance of nn.Module, not {model!r}")
     tree: dict[str, Any] = {
         "name": "federate",
         "seed": seed,
@@ -236,7 +241,7 @@ class Federated:
     # --- training ----------------------------------------------------------------------------------------------------
 
     def rounds(
-        self, count: int | None = None, callbacks: Sequence[Callback] = (), progress: bool | None = None
+        self, count: int | None = None, callbacks: Sequence[Callback] | Callback = (), progress: bool | None = None
     ) -> Iterator[Record]:
         """Train round by round, and give each round's record. Callbacks are called with (this object, the record).
 
@@ -257,11 +262,13 @@ class Federated:
             self._journal.state.ticks += 1
             self._journal.write(record)
             self.history.append(record)
-            for callback in callbacks:
+            for callback in [callbacks] if callable(callbacks) else callbacks:
                 callback(self, record)
             yield record
 
-    def train(self, count: int | None = None, callbacks: Sequence[Callback] = (), progress: bool | None = None) -> Self:
+    def train(
+        self, count: int | None = None, callbacks: Sequence[Callback] | Callback = (), progress: bool | None = None
+    ) -> Self:
         """Train to the end of `rounds`, or for `count` rounds."""
         for _ in self.rounds(count, callbacks, progress):
             pass
@@ -448,7 +455,8 @@ class Federated:
             written = parse_yaml((folder / "config.yaml").read_text(), f"{folder}/config.yaml")
             with np.load(folder / "clients.npz", allow_pickle=False) as file:
                 shards = Shards(file["order"], file["offsets"])
-        except (OSError, ValueError) as error:
+            stage, federation = written["stages"][0], written["federation"]
+        except (OSError, ValueError, KeyError, IndexError, TypeError, BadZipFile) as error:
             raise FedsieveError(f"{folder}: not what Federated.save wrote: {error}") from None
         needed = set(about["pieces"])
         if missing := sorted(needed - set(pieces)):
@@ -457,7 +465,6 @@ class Federated:
             )
         if unknown := sorted(set(pieces) - needed):
             raise FedsieveError(f"load: {unknown[0]} is saved, and cannot be passed again")
-        stage, federation = written["stages"][0], written["federation"]
         for name, piece in pieces.items():
             if name in ("optimizer", "objective"):
                 stage[name] = _again(name, piece, stage[name])
