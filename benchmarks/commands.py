@@ -36,7 +36,7 @@ BENCHMARKS = {
     "sparse": "Step time and memory with masks of each granularity, against dense.",
     "optimizer": "The optimizer step at several densities, against torch's fused dense one.",
     "distributed": "Rounds of 1,000 small clients on two processes, against one.",
-    "secagg": "Seconds and bytes of secure sums, with dropouts, beside Flower's.",
+    "secagg": "Seconds and bytes of secure sums, with dropouts, next to Flower's.",
     "fuzz": "A million damaged and forged messages, each refused or taken rightly.",
     "data": "Seconds to decode 60,000 images, and to load them from the cache.",
 }
@@ -130,7 +130,7 @@ def _show(
     out: Path | None,
     measure: Callable[["torch.device"], "Result"],
 ) -> None:
-    """Measure, print the table and write it; beside it stand the device's limits, where the benchmark states no others."""
+    """Measure, print the table and write it, with the device's limits unless the benchmark states others."""
     try:
         result, environment, cause = _measure(name, device, smoke, out, measure)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from fedsieve.federation.executors import Cohort, Sequential, Stacked, Task, mak
 from fedsieve.federation.work import Draws, local_work
 from fedsieve.model.space import ParamSpace
 from fedsieve.train.feed import tensor_feed
-from fedsieve.train.objectives import Objective, Recipe, checked, cross_entropy, mean_squared_error, smoothed
+from fedsieve.train.objectives import Objective, Recipe, checked, cross_entropy, mean_squared_error
 
 SIZES = [7, 3, 9]  # examples of each client
 EXAMPLES = sum(SIZES)
@@ -71,7 +72,12 @@ CASES = {
         Recipe(mean_squared_error, accuracy=False),
     ),
     "tuple": (Pair, (random(EXAMPLES, 4), random(EXAMPLES, 2)), tokens(EXAMPLES, below=3), Recipe()),
-    "smoothed": (Pair, (random(EXAMPLES, 4), random(EXAMPLES, 2)), tokens(EXAMPLES, below=3), Recipe(smoothed(0.2))),
+    "smoothed": (
+        Pair,
+        (random(EXAMPLES, 4), random(EXAMPLES, 2)),
+        tokens(EXAMPLES, below=3),
+        Recipe(partial(cross_entropy, smoothing=0.2)),
+    ),
     "dict of tokens": (
         Tagger,
         {"words": tokens(EXAMPLES, 6), "mask": MASK},

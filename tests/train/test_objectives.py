@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedsieve.config import ObjectiveChoice
 from fedsieve.errors import FedsieveError
 from fedsieve.train.feed import tensor_feed
 from fedsieve.train.loop import evaluate, measure_each
-from fedsieve.train.objectives import Objective, Recipe, counts_accuracy, cross_entropy, mean_squared_error, smoothed
+from fedsieve.train.objectives import Objective, Recipe, counts_accuracy, cross_entropy, mean_squared_error
 
 
 def drawn(*shape, seed=0):
@@ -39,10 +40,13 @@ def test_an_example_of_tokens_has_the_mean_loss_of_the_tokens_that_count():
 def test_smoothing_is_torchs_and_travels_between_processes():
     outputs, labels = drawn(7, 5), torch.arange(7) % 5
     expected = F.cross_entropy(outputs, labels, reduction="none", label_smoothing=0.1)
-    assert torch.equal(pickle.loads(pickle.dumps(smoothed(0.1)))(outputs, labels), expected)
-    assert smoothed(0) is cross_entropy
-    with pytest.raises(FedsieveError, match="label smoothing must be"):
-        smoothed(1.0)
+    assert torch.equal(
+        pickle.loads(pickle.dumps(ObjectiveChoice(kind="cross_entropy", label_smoothing=0.1).made()))(outputs, labels),
+        expected,
+    )
+    assert ObjectiveChoice(kind="cross_entropy", label_smoothing=0.0).made() is cross_entropy
+    with pytest.raises(FedsieveError, match="label_smoothing: should be less than 1"):
+        ObjectiveChoice(kind="cross_entropy", label_smoothing=1.0).made()
 
 
 def test_mean_squared_error_takes_a_last_axis_of_one_and_no_silent_broadcast():

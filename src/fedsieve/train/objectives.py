@@ -44,13 +44,6 @@ def cross_entropy(outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Te
     return losses if labels.dim() == 1 else _mean_counted(losses, labels)
 
 
-def smoothed(amount: float) -> OnOutputs:
-    """Cross-entropy whose targets give `amount` to all classes alike (Szegedy et al. 2016)."""
-    if not 0 <= amount < 1:
-        raise FedsieveError(f"label smoothing must be at least 0 and below 1, not {amount:g}")
-    return partial(cross_entropy, smoothing=amount) if amount else cross_entropy
-
-
 def mean_squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     """The squared error of each example, averaged over its values: outputs and labels (B, ...) of one shape.
 
